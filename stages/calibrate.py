@@ -1,4 +1,4 @@
-"""Step 7: fit each layer again behind the compressed prefix; OVC of the values (the paper's), or of the output."""
+"""Step 7: fit each layer again after the compressed prefix; OVC of the values (the paper's), or of the output."""
 
 import typer
 

@@ -60,13 +60,13 @@ def codec_of(family: str = "llama-gqa", bits: float = 4) -> Codec:
 
 
 def mean_keys(layer: LayerCodec, positions: Tensor) -> Tensor:
-    """Mean keys behind RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
+    """Mean keys after RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
     mean = layer.key_mean[:, None].expand(-1, positions.shape[-1], -1)
     return layer.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
 
 
 def packed(layer: LayerCodec, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Rows (batch, tokens, row bytes) of keys behind RoPE and values, (batch, kv heads, tokens, d), by definition."""
+    """Rows (batch, tokens, row bytes) of keys after RoPE and values, (batch, kv heads, tokens, d), by definition."""
     return layer.pack_centered(keys.float() - mean_keys(layer, positions), values.float() - layer.value_mean[:, None])
 
 
@@ -114,7 +114,7 @@ def differences(found: Tensor, wanted: Tensor) -> Tensor:
 def assert_agree(found: Tensor, wanted: Tensor, tolerance: float = 2e-4, tied: float = 0.06) -> None:
     """Sequences agree up to rounding, some of them but for ties.
 
-    Where two chains of codes are as near, rounding decides for one, and the logits behind it differ by a part of what
+    Where two chains of codes are as near, rounding decides for one, and the logits after it differ by a part of what
     the codec changes. Two in three sequences may have met a tie; their differences are bounded as well.
     """
     assert found.shape == wanted.shape and bool(torch.isfinite(found).all())

@@ -98,7 +98,7 @@ class Compiled:
     wide, narrow
         Tensor-core instructions of a warp group (wgmma) and of a warp (mma.sync).
     async_copies
-        Instructions that copy 4 to 16 bytes at once behind the computation.
+        Instructions that copy 4 to 16 bytes at once during the computation.
     """
 
     kernel: str

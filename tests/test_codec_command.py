@@ -158,7 +158,7 @@ def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None
     for arguments, message in (
         (["--samples", "1000"], "calibration.samples=1000"),
         (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
-        (["--length", "4"], "windows of 4 tokens leave none behind the 4 sinks"),
+        (["--length", "4"], "windows of 4 tokens leave none after the 4 sinks"),
         (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
         (["--bits", "0.01"], "of the smallest rows; ask for more"),
     ):

@@ -322,7 +322,7 @@ def test_bits_out_of_range(model: Any, tiny_tokenizer: Any, bits: float, monkeyp
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_windows_without_tokens_behind_the_sinks_are_refused(model: Any, length: int) -> None:
-    with pytest.raises(DataError, match=rf"windows of {length} tokens leave none behind the 4 sinks; use longer ones"):
+    with pytest.raises(DataError, match=rf"windows of {length} tokens leave none after the 4 sinks; use longer ones"):
         fit(model, windows(2, length))
 
 

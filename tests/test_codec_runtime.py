@@ -29,7 +29,7 @@ WAYS: dict[str, Any] = {
     "at once": [60], "chunks": [3, 11, 12, 41, 60], "tokens": range(1, 61), "prompt and tokens": [20, *range(21, 61)],
 }  # fmt: skip
 SEVERAL = ("at once", "chunks", "tokens")
-"""Of these; tokens behind a prompt are fed by further tests."""
+"""Of these; tokens after a prompt are fed by further tests."""
 
 EXPERTS = "torch has no grouped products of float64, which these experts take"
 

@@ -397,7 +397,7 @@ def test_logits(kind: Kind, way: Way) -> None:
     compressed, reference = in_type(kind, torch.bfloat16) if half else exact(kind)
     pieces = [way.prompt, 20, 1, 3, MAX_EXPLICIT_QUERIES + 2]
     lengths = {"one-pass": [way.prompt], "singly": [1] * way.prompt, "crop": [way.prompt, 1, 11]}.get(way.way, pieces)
-    # The last bit of a latent decides between codes, and so about those behind: many of them are to be seen.
+    # The last bit of a latent decides between codes, and so about those after: many of them are to be seen.
     ids = windows(8 if half else 2, sum(lengths))
     expected, cache = reference(ids).logits, new_cache(compressed, way.cache, ids.shape[1] + 3)
     with attending(compressed, way.attention):

@@ -225,7 +225,7 @@ def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest
 
 
 def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:
-    """KIVI's own prompts attend to exact keys and values; what is decoded behind them finds them rounded."""
+    """KIVI's own prompts attend to exact keys and values; what is decoded after them finds them rounded."""
     model, ids = tiny.dense_model("llama-gqa"), torch.randint(0, tiny.VOCABULARY, (2, 90))
     with torch.no_grad():
         dense, cache = model(ids).logits, quantized_layers(model, small("kivi-2"))

@@ -1,4 +1,4 @@
-"""The refit behind the compressed prefix: values and output projections, each against its definition."""
+"""The refit after the compressed prefix: values and output projections, each against its definition."""
 
 import copy
 import dataclasses
@@ -91,7 +91,7 @@ def test_first_layer_has_nothing_to_gain() -> None:
 def test_overflow_behind_the_prefix_names_the_layer() -> None:
     given = Steps("llama-gqa", **VALUES)
     given.factors[0].keys.down[0].fill_(1e38)
-    with pytest.raises(NonFiniteError, match=r"layer 1 \(behind the compressed prefix\); check the weights"):
+    with pytest.raises(NonFiniteError, match=r"layer 1 \(after the compressed prefix\); check the weights"):
         given.refit()
 
 

@@ -14,7 +14,7 @@ _ROOM = 8
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer whose tokens stand in memory with room behind them.
+    """A layer whose tokens stand in memory with room after them.
 
     ``keys`` and ``values`` are views of that memory, as long as there are tokens. Where others have put tensors in
     their place (beams, repeated batches), the next update reserves new memory, and copies once.
@@ -39,7 +39,7 @@ class GrowingLayer(DynamicLayer):
         tokens = self.get_seq_length()
         total = tokens + key_states.shape[-2]
         if not self._has_room(key_states, total):
-            # As concatenation has it: what comes may be of another type, as behind autocast.
+            # As concatenation has it: what comes may be of another type, as after autocast.
             both = zip((self.keys, self.values), (key_states, value_states), strict=True)
             like = [new.to(torch.promote_types(old.dtype, new.dtype)) if tokens else new for old, new in both]
             keys, values = (_reserved(states, total) for states in like)
@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _has_room(self, states: Tensor, total: int) -> bool:
-        """Whether the tokens stand in the memory and more fit behind them."""
+        """Whether the tokens stand in the memory and more fit after them."""
         if self._memory is None or self.keys.dim() != states.dim():
             return False
         memory = self._memory[0]

@@ -40,7 +40,7 @@ def _with_recent(kind: Any) -> Any:
         exact_window = 0
 
         def append_recent(self, latents: Tensor, window: int) -> Tensor:
-            """Add those of new tokens, (batch, 1, tokens, columns); returns them behind those of a window and more."""
+            """Add those of new tokens, (batch, 1, tokens, columns); returns them after those of a window and more."""
             self.exact_window = window
             if not isinstance(self, StaticLayer):
                 # None where a layer is not told.
@@ -154,7 +154,7 @@ def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
     Returns
     -------
     (batch, 1, any, columns)
-        The new ones behind all that a window before the first of them holds.
+        The new ones after all that a window before the first of them holds.
     """
     with_recent(cache, [index])
     result: Tensor = cache.layers[index].append_recent(latents, window)

@@ -157,7 +157,7 @@ def take_moments(
     """
     samples, length = windows.shape
     if length <= SINKS + 1:
-        raise DataError(f"codec: windows of {length} tokens leave none behind the {SINKS} sinks; use longer ones.")
+        raise DataError(f"codec: windows of {length} tokens leave none after the {SINKS} sinks; use longer ones.")
     own, served = (rotations, rotations) if rotations is not None else _measured(model, length, context)
     mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
     sums, prior = _Sums(own), max(1, (samples + 1) // 2)
@@ -281,7 +281,7 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator, mixed: bool)
     logits = _forward(model, window, mixed).logits
     if not bool(torch.isfinite(logits).all()):
         raise NonFiniteError(
-            "codec: NaN or infinity in the logits during calibration, behind the last layer's attention; fit in "
+            "codec: NaN or infinity in the logits during calibration, after the last layer's attention; fit in "
             "float32, and check the model's weights."
         )
     at_logits = logits.detach().float().softmax(-1)[0]

@@ -36,7 +36,7 @@ class Code:
     Attributes
     ----------
     matrix : (n, n) float32
-        Column j gives coded number j; columns behind the segments' are of directions that are not cached.
+        Column j gives coded number j; columns after the segments' are of directions that are not cached.
     segments
         Of a row.
     """

@@ -131,7 +131,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
 
 
 def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:
-    """Quick form of the evaluation behind a compression, on windows that calibration did not see.
+    """Quick form of the evaluation after a compression, on windows that calibration did not see.
 
     The compression has finished, so a failed evaluation is reported, not raised.
     """

@@ -73,7 +73,7 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
             continue
         keys, values, recent = held
         if recent is not None:
-            # Before the rows: behind them they would be those of new tokens, whose own windows are not there.
+            # Before the rows: after them they would be those of new tokens, whose own windows are not there.
             window = model.config.recalkv["exact_window"]
             remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
         length = keys.shape[2]

@@ -1,4 +1,4 @@
-"""Biases of the key projections: how large they are, and what they are behind RoPE."""
+"""Biases of the key projections: how large they are, and what they are after RoPE."""
 
 from dataclasses import replace
 from typing import Any

@@ -124,7 +124,7 @@ def _int8_token_head(head_dim: int) -> CacheQuantizer:
 
 
 def _int4_token_head(head_dim: int) -> CacheQuantizer:
-    """Integers behind random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
+    """Integers after random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
 
     vLLM keeps the zero point of 4 bits in the last bits of the float32 scale.
     """
@@ -294,7 +294,7 @@ QUANTIZERS: dict[str, Callable[[int], CacheQuantizer]] = {
     "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
 """By name: fp8 E4M3, what vLLM 0.32 and llama.cpp ship, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers
-behind a rotation, and the backends of transformers' quantized cache."""
+after a rotation, and the backends of transformers' quantized cache."""
 
 
 def _hadamard(size: int) -> Tensor:
@@ -306,7 +306,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _rotated(coded: Callable[[Tensor], Tensor], rotation: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Rounding in float32, behind a rotation that is undone, or none."""
+    """Rounding in float32, after a rotation that is undone, or none."""
 
     def rounded(states: Tensor) -> Tensor:
         if rotation is None:

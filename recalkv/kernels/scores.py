@@ -41,7 +41,7 @@ def scores_kernel(
     mask_ptr
         Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
-        Minus infinity where masked; not written behind the last query.
+        Minus infinity where masked; not written past the last query.
     ALIGN, UP_ALIGN
         Divide the first two entries of ``heads_ptr`` and the latents' strides, and the last two entries: how many
         elements may be read at once.

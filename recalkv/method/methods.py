@@ -24,7 +24,7 @@ class Choices:
     allocation
         How the ranks share the budget: ``water-filling``, ``fisher`` or ``uniform``.
     refit
-        What is fitted again behind the compressed prefix: ``none``, ``values`` (OVC) or ``output``, which ``auto``
+        What is fitted again after the compressed prefix: ``none``, ``values`` (OVC) or ``output``, which ``auto``
         leaves out in mixed bits up to a ratio of :data:`FIT_ABOVE`.
     """
 

@@ -52,7 +52,7 @@ def calibrate_values(
     target : (m, n)
         ``W``.
     gram : (m, m)
-        ``C`` of the inputs behind the compressed prefix.
+        ``C`` of the inputs after the compressed prefix.
     damping
         Relative ridge on C (:func:`recalkv.statistics.whitening.damped`).
     """

@@ -47,7 +47,7 @@ class LayerRefit:
         Refitted output projection, rows in the model's head order.
     error_before, error_after : float
         Relative squared error of what was refitted (value outputs, or the attention's output), against the target,
-        behind the compressed prefix. Without a refit both are that of the values on the dense model's inputs.
+        after the compressed prefix. Without a refit both are that of the values on the dense model's inputs.
     """
 
     keys: LowRank
@@ -121,11 +121,11 @@ def refit_layers(
 
 
 def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, method: Method) -> LayerRefit:
-    """OVC: fit the value factors to inputs behind the compressed prefix."""
+    """OVC: fit the value factors to inputs after the compressed prefix."""
     moments = MomentAccumulator(layer.source.geometry.hidden, layer.source.device)
     for states in hidden:
         moments.add(attention_input(layer.source, layer.layer, states))
-    gram = moments.finish(f"layer {layer.place} (behind the compressed prefix)").gram
+    gram = moments.finish(f"layer {layer.place} (after the compressed prefix)").gram
     weight = layer.attention.v_proj.weight.T.double()
     columns = group_columns(value_groups(start.groups, method), layer.source.geometry.head_dim)
     fit = calibrate_values(start.factors.values.to(gram.device), columns, weight, gram, method.damping)
@@ -137,7 +137,7 @@ def _fit_output(
 ) -> tuple[list[Tensor], LayerRefit]:
     """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.
 
-    The target is what the layer should add to the compressed stream; behind a norm, what the dense projection gives. It
+    The target is what the layer should add to the compressed stream; after a norm, what the dense projection gives. It
     is there for one batch at a time, as the dense stream advances.
     """
     family = layer.source.family

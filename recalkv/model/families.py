@@ -175,7 +175,7 @@ def head_order(config: Any, head_dim: int) -> list[int] | None:
     """Dimensions of a head in the order in which RoPE turns its two halves, as LLaMA's; None if they stand so already.
 
     Scores do not mind the order that queries and keys share. Neighboring pairs are taken apart, and dimensions that
-    are not turned become pairs of frequency 0, which stand behind the others in both halves.
+    are not turned become pairs of frequency 0, which come after the others in both halves.
     """
     turned = _turned(config, head_dim)
     if family_of(config).interleaved:

@@ -256,7 +256,7 @@ class LayerSource(ABC):
 
 
 class _SideBySide:
-    """Outputs of projections, one behind the other; no module, so that theirs are the only names."""
+    """Outputs of projections, one after the other; no module, so that theirs are the only names."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = parts

@@ -1,7 +1,7 @@
 """Attention to latents of which the newest are exact: for each query those of the window that ends at it.
 
 One query reads one set of latents, with the exact ones put in their places (:func:`overlaid`). Several have a window
-each, and so read two: rows for what is behind their windows and exact latents within, side by side as slots of one
+each, and so read two: rows for what is older than their windows and exact latents within, side by side as slots of one
 softmax, under a mask (:func:`blocks`).
 """
 
@@ -30,7 +30,7 @@ def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -
     recent : (batch, 1, any, columns)
         Exact ones of the tokens up to the query's.
     last
-        Slot behind the query's; on the device where a static cache counts there.
+        Slot after the query's; on the device where a static cache counts there.
     window
         Tokens that are taken from ``recent``, at most.
     """
@@ -61,7 +61,7 @@ class Block(NamedTuple):
     slots
         The first so many slots are read from rows.
     recent
-        Which of the exact latents are read behind them.
+        Which of the exact latents are read after them.
     mask : (batch or 1, 1 or h, queries, slots and recent)
         Booleans (True attends), or numbers that are added.
     """
@@ -88,7 +88,7 @@ def blocks(
     Parameters
     ----------
     queries, slots, recent
-        How many there are. Queries and exact latents end at the newest token; a static cache has empty slots behind it.
+        How many there are. Queries and exact latents end at the newest token; a static cache has empty slots after it.
     seen
         Tokens up to the last query, itself included.
     offset

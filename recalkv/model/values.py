@@ -54,7 +54,7 @@ def latent_context(
     ranks, heads
         Latent rank and KV heads of each value group.
     first
-        Place of the first query among the slots. A static cache has empty slots behind the last query.
+        Place of the first query among the slots. A static cache has empty slots after the last query.
 
     Returns
     -------

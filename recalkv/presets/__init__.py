@@ -20,7 +20,7 @@ _HEADER = """\
 """
 _WIDTH = 120
 _COLUMN = 34
-"""Where comments begin that stand behind a value."""
+"""Where comments begin that follow a value."""
 
 
 def preset_names() -> list[str]:
@@ -69,7 +69,7 @@ def render(params: Params) -> str:
 
 
 def describe(field: FieldInfo) -> str:
-    """Description of a parameter, behind the values that it can have where they are listed."""
+    """Description of a parameter, after the values that it can have where they are listed."""
     choices = _choices(field.annotation)
     return f"{choices}: {field.description}" if choices else field.description or ""
 
@@ -100,7 +100,7 @@ def _overlays() -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry(key: str, value: Any, description: str) -> list[str]:
-    """One value with its comment behind it, or above it where both do not fit a line."""
+    """One value with its comment after it, or above it where both do not fit a line."""
     if isinstance(value, list) and any(isinstance(item, str) and " " in item for item in value):
         shown = f"  {key}:" + "".join(f"\n    - {_scalar(item)}" for item in value)
     else:

@@ -219,7 +219,7 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     what = (
         "Keys of Qwen2 and Qwen2.5 have a bias that is the same for all tokens and is rotated by RoPE. A cache that "
         "rounds keys wastes quantization levels on it; the codec takes the mean key of each position away before it "
-        "rounds. Divergence of caches as they are, and with the bias taken off before the rounding and added behind "
+        "rounds. Divergence of caches as they are, and with the bias taken off before the rounding and added after "
         "it:"
     )
     largest = ["Layers with the largest biases, root mean squares before RoPE:"] if layers else []

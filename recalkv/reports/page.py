@@ -161,7 +161,7 @@ def _layers(facts: Facts) -> list[str]:
         markdown(_LAYER_HEAD, ([f"{row[name]:{form}}" for name, form in _LAYER] for row in facts.layers), left=0),
         "",
         "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
-        "*after*, of what the method fits again (value outputs, or the attention's output) behind the compressed "
+        "*after*, of what the method fits again (value outputs, or the attention's output) after the compressed "
         "prefix, against its target. *Predicted rise*: half of the energy that ranks and codes leave, in nats per "
         "token under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
         "",

@@ -171,8 +171,8 @@ def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Seq
         {
             "keys, dense inputs": column("error_key"),
             "values, dense inputs": column("error_value"),
-            "behind compressed prefix, before refit": column("error_before_refit"),
-            "behind compressed prefix, after refit": column("error_after_refit"),
+            "after compressed prefix, before refit": column("error_before_refit"),
+            "after compressed prefix, after refit": column("error_after_refit"),
         },
         "relative squared output error",
         "Error per layer",

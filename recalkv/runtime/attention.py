@@ -127,7 +127,7 @@ def _slots_seen(module: Any, mask: Tensor) -> Tensor:
 
 
 def _check_causal(mask: Tensor, count: int) -> None:
-    """Refuse a mask whose queries, of the last slots, see slots behind their own.
+    """Refuse a mask whose queries, of the last slots, see slots after their own.
 
     Raises
     ------
@@ -350,7 +350,7 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ReCalKVError(
             "codec: rounded keys and values have no gradient; call `recalkv.stop_codec(model)` before training, and "
-            "`recalkv.use_codec(model, codec)` behind it."
+            "`recalkv.use_codec(model, codec)` after it."
         )
 
 

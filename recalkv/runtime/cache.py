@@ -98,7 +98,7 @@ class CodecLayer(CacheLayerMixin):
 
     @property
     def ring(self) -> int:
-        """Exact tokens that there is room for behind the sinks."""
+        """Exact tokens that there is room for after the sinks."""
         return self.window + SLACK
 
     @property
@@ -324,7 +324,7 @@ class CodecLayer(CacheLayerMixin):
             self.values[:, :, number] = torch.where(here[:, None, None], own, self.values[:, :, number])
 
     def exact_slots(self) -> Tensor:
-        """Slot of each place of the exact tokens behind the sinks, (window + SLACK,) int64; negative for none."""
+        """Slot of each place of the exact tokens after the sinks, (window + SLACK,) int64; negative for none."""
         places, last = torch.arange(self.ring, device=self.device), self.length - 1
         slots = last - (last - places) % self.ring
         # Taken-back tokens left their places to no one.

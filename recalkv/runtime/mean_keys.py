@@ -1,4 +1,4 @@
-"""Mean keys behind RoPE, from tables of cosines and sines that layers of the same rotation share."""
+"""Mean keys after RoPE, from tables of cosines and sines that layers of the same rotation share."""
 
 import torch
 from torch import Tensor

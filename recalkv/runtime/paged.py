@@ -250,7 +250,7 @@ class PagedLayer:
         return (lengths - self.sliding_window).clamp_min(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """Chunks that all begin a sequence, padded behind, or one: (batch, heads, queries, d_v)."""
+        """Chunks that all begin a sequence, padded at the end, or one: (batch, heads, queries, d_v)."""
         start, count = chunks[0].start, chunks[0].size
         low, before = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window), None
         if self.sliding_window is None:

@@ -65,7 +65,7 @@ def attend(
             allowed = reach if mask is None else mask[..., :older] & reach
             parts.append(partial_attention(query, keys, values, scale, allowed, softcap=softcap))
         else:
-            # Query i sees rounded slots up to start - window + i: a rectangle, and a triangle behind it.
+            # Query i sees rounded slots up to start - window + i: a rectangle, and a triangle after it.
             edge = max(0, start - window + 1)
             if edge:
                 parts.append(partial_attention(query, keys[:, :, :edge], values[:, :, :edge], scale))
@@ -221,7 +221,7 @@ def _band(
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
     near = (place[1] >= place[0]) & (place[1] < place[0] + window)
     if mask is None and _flash_serves(query, value, softcap):
-        # Slots before the first concern the first blocks alone, and those behind the last no query that is kept.
+        # Slots before the first concern the first blocks alone, and those after the last no query that is kept.
         early = min(blocks, max(0, -(-(window - 1 - start) // size)))
         parts = []
         for first, last in ((0, early), (early, blocks)):
@@ -242,7 +242,7 @@ def _band(
             output.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
             lse.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
         )
-    # Slots before the first, and behind the last.
+    # Slots before the first, and after the last.
     slots = start - window + 1 + size * torch.arange(blocks, device=device)[:, None] + place[1]
     near = near & ((slots >= 0) & (slots < start + count))[:, None]
     if mask is not None:

@@ -235,7 +235,7 @@ def coded_attention_torch(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token a sequence over rows, in float32; arguments and result as ``triton_decode`` has them.
 
-    Rows are unpacked some tiles at a time (online softmax). On a CPU the tiles behind the longest sequence are left
+    Rows are unpacked some tiles at a time (online softmax). On a CPU the tiles after the longest sequence are left
     out; elsewhere that would wait for the device.
     """
     check(rows, layout, queries, mean_queries, rotation, block_table)
@@ -251,7 +251,7 @@ def coded_attention_torch(
         if block_table is None:
             piece = rows[:, start : start + len(tile)]
         else:
-            # Entries behind a sequence's end may be anything.
+            # Entries past a sequence's end may be anything.
             used = (tile * TILE < length[:, None]) & ((tile + 1) * TILE > first[:, None])
             block = block_table[:, tile // per_block].long()
             piece = rows[torch.where(used, block, 0), tile % per_block]

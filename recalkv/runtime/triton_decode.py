@@ -60,7 +60,7 @@ def _field(rows_at, at, ok):
 
 @triton.jit
 def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr):
-    """Numbers (CHUNK, slots) from ``start`` on of a code, zero behind its width; all bytes stand for finite numbers."""
+    """Numbers (CHUNK, slots) from ``start`` on of a code, zero past its width; all bytes stand for finite numbers."""
     number = start + tl.arange(0, CHUNK)
     ok = number < width
     at = table_ptr + number
@@ -136,7 +136,7 @@ def attend_kernel(
     BLOCK_H
         Pairs that are turned at once.
     VALUES
-        Chunks of values of the widest code of any layer; those behind a group's width are skipped.
+        Chunks of values of the widest code of any layer; those past a group's width are skipped.
     """
     blocks = tl.cdiv(queries, BLOCK_M)
     group, run, batch = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)

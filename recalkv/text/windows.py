@@ -183,7 +183,7 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
 
 
 def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1) -> Tensor:
-    """Let so many of the windows repeat themselves: passages of the first half stand again behind it, in another order.
+    """Let so many of the windows repeat themselves: passages of the first half stand again after it, in another order.
 
     What is told far back and needed later is rare in text, and a cache may lose it before any loss there shows it.
 

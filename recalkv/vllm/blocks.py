@@ -24,7 +24,7 @@ class ExactTokensManager(SlidingWindowManager):
     """Gives blocks to what is read, and while there are many also to what prefixes are found by.
 
     A prefix is found where its first tokens are there and a whole window stands before its end: at the end of a step's
-    tokens, behind all that were generated, and every ``found_every`` tokens of a prompt.
+    tokens, after all that were generated, and every ``found_every`` tokens of a prompt.
     """
 
     def __init__(self, kv_cache_spec: "ExactTokensSpec", **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class ExactTokensManager(SlidingWindowManager):
         return
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
-        """Free blocks; unlike other windows' they may stand behind null ones."""
+        """Free blocks; unlike other windows' they may follow null ones."""
         blocks = self.req_to_blocks.get(request_id, [])
         first = max(first_block, self._returned.get(request_id, 0), self._sink_blocks)
         last = min(last_block, len(blocks))
@@ -152,7 +152,7 @@ class ExactTokensManager(SlidingWindowManager):
         self._returned[request_id] = max(first, last)
 
     def _first_read(self, tokens: int) -> int:
-        """First block that is read behind so many tokens, of which drafts may be taken back."""
+        """First block that is read after so many tokens, of which drafts may be taken back."""
         return max(0, tokens - self.spec.drafts - self.sliding_window + 1) // self.block_size
 
     def _is_found(self, number: int, tokens: int) -> bool:
@@ -191,7 +191,7 @@ class ExactTokensSpec(SlidingWindowSpec):
     found_every: int
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """The first, those of a window before the steps under way, and of one behind each."""
+        """The first, those of a window before the steps under way, and of one after each."""
         own = self.sliding_window - 1
         most = cdiv(own, self.block_size) + 1 + self.steps * (cdiv(own + self.drafts, self.block_size) + 1)
         most += cdiv(self.sinks, self.block_size)

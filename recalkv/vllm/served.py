@@ -173,7 +173,7 @@ class ServedModel:
             if not self._is_its and not self._check_model():
                 model = self.config.model_config.model
                 _log.warning("Could not verify that the codec in %s belongs to %s.", self._folder, model)
-            # One more layer, behind the others: vLLM gives blocks in this order. It wants one number in its name.
+            # One more layer, after the others: vLLM gives blocks in this order. It wants one number in its name.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
         size = self._sizes[index]

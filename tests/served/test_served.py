@@ -118,7 +118,7 @@ def test_log_probabilities(engine: Any, reference: Any, prompts: list[list[int]]
     with torch.no_grad():
         scores = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     expected = scores[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-    # While all is read exactly the two are the same, and behind the first row that falls the other way unbiased.
+    # While all is read exactly the two are the same, and after the first row that falls the other way unbiased.
     assert (found - expected)[:31].abs().max() < 1e-3
     assert (found - expected).abs().mean() < 0.03
     assert abs(float((found - expected).mean())) < 0.01
@@ -156,7 +156,7 @@ def test_tokens_cost_their_bytes() -> None:
         f"    LLM({str(DEFAULT)!r}, **{sizes!r}, additional_config={{'recalkv_codec': sys.argv[1]}})\n"
     )
     # Exact states stand in blocks as large as those of 32 rows: of 8 tokens, in a quarter of the bits. vLLM counts the
-    # most that a sequence has of them, while its prompt is read: the first's, those before a step and those behind it.
+    # most that a sequence has of them, while its prompt is read: the first's, those before a step and those after it.
     near = {"": 0, str(FOLDER / "codec"): 2 * (-(-31 // 8) + 1) + 1}
     settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for option, blocks in near.items():

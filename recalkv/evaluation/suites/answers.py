@@ -74,7 +74,7 @@ def read_prompts(suite: str, path: Path, limit: int | None = None) -> list[Promp
     Raises
     ------
     DataError
-        If there is no such file, a row lacks a column, or an answer of GSM8K has no number behind ``####``.
+        If there is no such file, a row lacks a column, or an answer of GSM8K has no number after ``####``.
     """
     if not path.is_file():
         raise DataError(f"{path} does not exist; {suite} needs a .jsonl file with {', '.join(_COLUMNS[suite])}.")

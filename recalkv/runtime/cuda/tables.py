@@ -36,14 +36,14 @@ class RowTables:
     ----------
     key_segments : (groups, 2 + 8 segments)
         How many there are, bytes of the keys of a row; of each bits, rows of the scale, the first and the last plane,
-        bytes of the last plane that its chain goes through (columns), its first product, the row behind it, and 0. Rows
+        bytes of the last plane that its chain goes through (columns), its first product, the row after it, and 0. Rows
         count from the group's first byte.
     value_segments : (groups, 4 + 2 segments)
         How many there are, the byte of the row where the group begins, bytes of its values, numbers; of each the row of
         the scale, and the gain of its levels as float32, bit for bit. Rows count from the first byte of the values.
     value_jobs : (groups, warps, segments, 8)
         Of each warp: bits (0 for none), segment, rows of the first and the last plane, columns, the first unit of eight
-        columns, the one behind the last, and the first unit's tile.
+        columns, the one after the last, and the first unit's tile.
     numbers : (groups, tiles, 16)
         Numbers of a tile of values; -1 for none.
     products : (groups, products, 4, 4)

@@ -135,7 +135,7 @@ def _decoder(bits: int, paired: bool) -> Any:
 
     Rows of the target are 32 integers of 16 bits. Not paired, row i is number i of both tiles' tokens. Paired, a tile's
     tokens have two numbers side by side (:func:`partner`), so that rows are half as many, and the second tile's tokens
-    stand behind the first's. Numbers are decoded in the order of their chain.
+    follow the first's. Numbers are decoded in the order of their chain.
     """
     planes = PLANES[bits]
     last = planes[-1]
