@@ -1,9 +1,9 @@
 """Attention over a latent cache: the run-time half of the method.
 
-The cache holds ``z_k`` and ``z_v`` of each token, before RoPE, as one "head" each, in transformers' own
-cache classes; where keys and values share one latent, it stands in the place of the keys, and the
-values' place is zero columns wide. Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated where
-attention needs them; values take one of three equal paths (:mod:`recalkv.model.values`).
+The cache holds ``z_k`` and ``z_v`` of each token, before RoPE, as one "head" each, in the cache classes of
+transformers. If keys and values share one latent, it is cached as the keys, and the values have zero columns.
+Keys are rebuilt (``z_k R_k``, bias, qk-norm) and rotated when attention needs them; values take one of three
+equivalent paths (:mod:`recalkv.model.values`).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,20 +32,20 @@ from recalkv.model.values import (
 
 
 class Cached(NamedTuple):
-    """The cache as new queries see it, their own tokens included.
+    """The cache as new queries see it, including the tokens of these queries.
 
     Attributes
     ----------
     z_k, z_v : (batch, 1, slots, columns)
         Latents, or packed rows (uint8).
     seen
-        Tokens up to the last query, itself included; on the device where a static cache counts there.
+        Number of tokens up to and including the last query; a tensor on the device for static caches.
     offset
-        Tokens that a sliding window has evicted.
+        Number of tokens evicted by a sliding window.
     fresh
-        The slots are those of the new tokens and no others.
+        Whether the slots hold the new tokens only.
     recent : (batch, 1, any, columns) or None
-        Exact latents of the last tokens, keys' and then values' columns; None where rows are all that is read.
+        Exact latents of the last tokens, key columns before value columns; None without an exact window.
     """
 
     z_k: Tensor
@@ -57,24 +57,24 @@ class Cached(NamedTuple):
 
 
 class LatentAttention(nn.Module):
-    """Drop-in for the dense attention of a supported family that caches latents.
+    """Drop-in replacement for the dense attention of a supported family; it caches latents.
 
-    Sub-modules keep their Hugging Face names; ``k_proj`` and ``v_proj`` are the down projections, so a
-    dense model class refuses this checkpoint by a shape mismatch instead of loading it wrongly.
+    Submodules keep their Hugging Face names. ``k_proj`` and ``v_proj`` are the down projections, so a dense
+    model class rejects this checkpoint with a shape mismatch instead of loading it wrongly.
 
     Parameters
     ----------
     config
         A ``recalkv_*`` config (:mod:`recalkv.model.modeling`).
     spec
-        Its ``recalkv`` section.
+        The parsed ``recalkv`` section of the config.
     layer_idx
-        Place of the layer among all decoder layers.
+        Index of the layer among all decoder layers.
     slots
-        The layer's rotary tables, of :func:`recalkv.model.rotary.layer_slots`.
+        Rotary tables of the layer, from :func:`recalkv.model.rotary.layer_slots`.
     """
 
-    # A :class:`recalkv.kernels.decoder.KernelDecoder`, which attends in place of plain torch where it can, or None.
+    # A :class:`recalkv.kernels.decoder.KernelDecoder` that replaces plain torch for the inputs it supports, or None.
     decoder: Any = None
 
     def __init__(self, config: Any, spec: LatentSpec, layer_idx: int, slots: SlotRotary) -> None:
@@ -96,13 +96,13 @@ class LatentAttention(nn.Module):
         self.key_heads, self.value_heads = spec.key_heads, spec.value_heads
         self.key_ranks, self.value_ranks = list(layer.key_ranks), list(layer.value_ranks)
         self.key_rows, self.value_rows = layer.key_rows, layer.value_rows
-        # Tokens up to a query that it reads as they are; the rows of all others are packed.
+        # Number of newest tokens, the query included, that are read as exact latents; all others are packed rows.
         self.exact_window = spec.exact_window if layer.quantized else 0
         self.fused, self.joint = layer.value_layout == "fused", spec.joint
-        # Up to so many queries, attending over latents and then applying R_v costs less than rebuilding values.
+        # Up to this many queries, attending over latents and then applying R_v costs less than rebuilding values.
         self.query_limit = min(MAX_EXPLICIT_QUERIES, decode_query_limit(geometry, max(self.value_ranks)))
         m, d_h, n_rep = geometry.hidden, geometry.head_dim, geometry.queries_per_kv
-        # Latents without their mean: what it stands for is in the bias of the keys, and that of values in the output's.
+        # Centered latents lack their mean: key_bias restores it in keys, the bias of o_proj or value_bias in values.
         centered, biases = spec.latents_centered, spec.biases
         self.q_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases)
         self.gate_proj = nn.Linear(m, geometry.heads * d_h, bias="q" in biases) if geometry.gated else None
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         constant = centered or "v" in biases
-        # Softmax weights sum to 1, so a constant of the values is in the output's bias, but for sinks and gates.
+        # Softmax weights sum to 1, so a constant term of the values moves to the output bias, unless sinks or gates.
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
@@ -125,7 +125,7 @@ class LatentAttention(nn.Module):
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow the weights to another device or type."""
+        """Update the decoder when the weights move to another device or dtype."""
         super()._apply(fn, recurse)
         if self.decoder is not None:
             self.decoder.follow()
@@ -139,7 +139,7 @@ class LatentAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend (batch, queries, m) hidden states to the cache and themselves; no weights are returned."""
+        """Attend from (batch, queries, m) hidden states to the cache and themselves; no weights are returned."""
         query, z_k, z_v = self._latents(hidden_states)
         if self.family.query_scale is not None:
             scale = self.family.query_scale(self.config, kwargs["position_ids"])
@@ -159,7 +159,7 @@ class LatentAttention(nn.Module):
         return self.o_proj(output), None
 
     def _gated(self, output: Tensor, hidden_states: Tensor) -> Tensor:
-        """Attention's output times its gate, (batch, queries, h * d_h)."""
+        """Multiply the attention output by its gate, (batch, queries, h * d_h)."""
         assert self.gate_proj is not None
         if self.value_bias is not None and self.sinks is None:
             by_head = self.value_bias.view(-1, 1, self.head_dim).expand(-1, self.num_key_value_groups, -1)
@@ -167,7 +167,7 @@ class LatentAttention(nn.Module):
         return output * self.gate_proj(hidden_states).sigmoid()
 
     def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries before RoPE, (batch, queries, h, d_h), and the new tokens' latents of keys and of values."""
+        """Return queries before RoPE, (batch, queries, h, d_h), and the key and value latents of the new tokens."""
         batch, length, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)
         if self.q_norm is not None:
@@ -177,9 +177,9 @@ class LatentAttention(nn.Module):
         return query, z_k, z_v
 
     def _rows(self, z_k: Tensor, z_v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached of latents."""
+        """Return the latents in the form in which they are cached."""
         if self.key_rows is not None:
-            # Packed before the cache, read back from it: new tokens are seen as later ones will see them.
+            # Packed before caching and read back from the cache: new tokens see the same values as later tokens will.
             z_k = self.key_rows.pack(z_k)
         if self.value_rows is not None:
             z_v = self.value_rows.pack(z_v)
@@ -188,11 +188,11 @@ class LatentAttention(nn.Module):
         return z_k, z_v
 
     def _cached(self, z_k: Tensor, z_v: Tensor, cache: Cache | None) -> Cached:
-        """Put the new tokens' latents into the cache, where there is one."""
+        """Append the latents of the new tokens to the cache, if there is one."""
         length = z_k.shape[2]
         if cache is None:
             return Cached(z_k, z_v, length, 0, True)
-        # Both must be read before the update: static layers count in place.
+        # Both must be read before the update: static layers update their counter in place.
         slots, offset = cache.get_mask_sizes(length, self.layer_idx)
         start = cache.get_seq_length(self.layer_idx)
         z_k, z_v = cache.update(z_k, z_v, self.layer_idx)
@@ -208,7 +208,7 @@ class LatentAttention(nn.Module):
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Input of the output projection, (batch, queries, its inputs), by torch's operators alone."""
+        """Return the input of the output projection, (batch, queries, its inputs), using torch operators only."""
         z_k, z_v, seen, offset, fresh, recent = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
@@ -224,7 +224,7 @@ class LatentAttention(nn.Module):
         if fresh and rope is not None:
             query_rope = key_rope = self.slots.widened(rope)
         else:
-            # A static cache knows its length only on the device, but its queries lie within its slots.
+            # The length of a static cache is known only on the device, but its queries are within its slots.
             reach = max(offset + slots, seen) if isinstance(seen, int) else offset + slots
             query_rope = self._rope(torch.arange(-length, 0, device=query.device) + seen, reach, query, seen)
             key_rope = self._rope(slice(offset, offset + slots), reach, query, seen)
@@ -244,13 +244,13 @@ class LatentAttention(nn.Module):
         mask: Any,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Attend to rows, whose keys and values are given, and for each query to the exact latents of its window."""
+        """Attend to unpacked rows (rotated keys, value latents) and, per query, to the exact latents in its window."""
         assert cached.recent is not None
         length, slots, seen, offset = query.shape[2], key.shape[2], cached.seen, cached.offset
         recent = cached.recent[:, :, -length:] if cached.fresh else cached.recent
         exact_k, exact_v = self._split(recent)
         if not cached.fresh:
-            # Of exact latents before the first token, which nobody reads, any table will do.
+            # Exact latents before the first token are never read, so any rotation will do for them.
             places = (torch.arange(-recent.shape[2], 0, device=query.device) + seen).clamp_min(0)
             rope = self._rope(places, offset + slots, query, seen)
         near, outputs = rotated(self._rebuild_keys(exact_k), rope), []
@@ -266,21 +266,21 @@ class LatentAttention(nn.Module):
                 outputs.append(self._read(own, keys, latents, part.mask, 0, kwargs))
                 continue
             if rebuilt is None:
-                # Once for all blocks.
+                # Rebuilt once for all blocks.
                 rebuilt = self._rebuild_values(z_v), self._rebuild_values(near_v)
             values = torch.cat([rebuilt[0][:, :, : part.slots], rebuilt[1][:, :, part.recent]], dim=2)
             outputs.append(self._attention(own, keys, values, part.mask, kwargs).flatten(2))
         return torch.cat(outputs, dim=1)
 
     def _split(self, recent: Tensor) -> tuple[Tensor, Tensor]:
-        """Exact latents of keys (or both), and of values."""
+        """Split exact latents into those of keys (or of both, if joint) and those of values."""
         keys, values = recent.split([sum(self.key_ranks), recent.shape[-1] - sum(self.key_ranks)], dim=-1)
         return keys, values
 
     def _read(
         self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, first: int | Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Attend to keys and value latents by the way that costs least; ``first`` is the first query's slot."""
+        """Attend to keys and value latents by the cheapest path; ``first`` is the slot of the first query."""
         length, slots = query.shape[2], key.shape[2]
         if self.over_latents(length, slots, mask):
             contexts = latent_context(query, key, z_v, mask, self.scaling, self.value_ranks, self.value_heads, first)
@@ -291,13 +291,13 @@ class LatentAttention(nn.Module):
 
     @property
     def by_tiles(self) -> bool:
-        """Whether the kernels can serve the layer, which go by tiles of slots and groups of heads."""
+        """Whether the layer can run in the kernels, which work on tiles of slots and groups of heads."""
         whole = self.k_norm is not None and self.k_norm.weight.numel() != self.head_dim  # type: ignore[operator,union-attr]
         return self.plain_softmax and not whole and self.slots.uniform
 
     @property
     def key_norm(self) -> tuple[Tensor, float] | None:
-        """Weight (d_h,) and epsilon of the keys' norm as LLaMA's norms have them; None without one."""
+        """Weight (d_h,) and epsilon of the key norm, in LLaMA's convention; None without a key norm."""
         if self.k_norm is None:
             return None
         weight: Any = self.k_norm.weight
@@ -306,9 +306,9 @@ class LatentAttention(nn.Module):
         return weight, epsilon(self.k_norm)
 
     def over_latents(self, queries: int, slots: int, mask: Any) -> bool:
-        """Whether to attend over ``z_v`` with explicit scores; otherwise by transformers' attention function."""
+        """Whether to attend over ``z_v`` with explicit scores instead of transformers' attention function."""
         if mask is None:
-            # Kernels that take no mask tensor apply the window themselves.
+            # Attention functions that take no mask tensor apply the sliding window themselves.
             readable = self.sliding_window is None or slots <= self.sliding_window
         else:
             readable = isinstance(mask, Tensor) and mask.dim() == 4
@@ -317,12 +317,12 @@ class LatentAttention(nn.Module):
         return queries <= (MAX_EXPLICIT_QUERIES if self.fused else self.query_limit)
 
     def _rope(self, places: Tensor | slice, reach: int, like: Tensor, seen: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary tables of slots below ``reach``."""
+        """Return rotary tables for slots below ``reach``."""
         cos, sin = self.slots.upto(reach, like, seen)
         return cos[places][None], sin[places][None]
 
     def _rebuild_keys(self, z_k: Tensor) -> Tensor:
-        """``z_k R_k`` plus bias and norm, before RoPE: (batch, h_kv, slots, d_h)."""
+        """Rebuild keys before RoPE: ``z_k R_k``, plus bias, normalized; (batch, h_kv, slots, d_h)."""
         key = self.key_up.rebuilt(z_k[:, 0])
         if self.key_bias is not None:
             key = key + self.key_bias
@@ -332,7 +332,7 @@ class LatentAttention(nn.Module):
         return key.transpose(1, 2)
 
     def _rebuild_values(self, z_v: Tensor) -> Tensor:
-        """``z_v R_v``: (batch, h_kv, slots, d_h)."""
+        """Rebuild values: ``z_v R_v``, (batch, h_kv, slots, d_h)."""
         assert self.value_up is not None
         value = self.value_up.rebuilt(z_v)
         if self.value_bias is not None and self.sinks is not None:
@@ -342,10 +342,10 @@ class LatentAttention(nn.Module):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Transformers' attention function of choice, (batch, queries, heads, d)."""
+        """Call the attention function configured in transformers; the result is (batch, queries, heads, d)."""
         name = self.config._attn_implementation
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            # Exact windows need such masks, which flash and flex do not take; SDPA knows no soft-capping or sinks.
+            # Exact windows need 4-D masks, which flash and flex do not take; SDPA has no soft-capping or sinks.
             name = "sdpa" if name != "eager" and self.plain_softmax else "eager"
             if name == "eager" and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
@@ -361,7 +361,7 @@ class LatentAttention(nn.Module):
         return output
 
     def _merged(self, contexts: Sequence[Tensor]) -> Tensor:
-        """Contexts of all value groups as the output projection wants them, (batch, queries, its inputs)."""
+        """Merge the contexts of all value groups into the input of the output projection, (batch, queries, inputs)."""
         if self.value_up is not None:
             contexts = [
                 absorbed_output(context, up, self.num_key_value_groups, self.head_dim)
@@ -372,7 +372,7 @@ class LatentAttention(nn.Module):
     def _prefill_latents(
         self, query: Tensor, key: Tensor, z_v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Contexts over latents of any rank for many queries, without a score matrix, where R_v is in W_o."""
+        """Attend over latents of any rank for many queries, without a score matrix; R_v is fused into W_o."""
         outputs, queries = [], [heads * self.num_key_value_groups for heads in self.value_heads]
         groups = z_v.split(self.value_ranks, dim=-1), query.split(queries, dim=1), key.split(self.value_heads, dim=1)
         for z, own_query, own_key in zip(*groups, strict=True):

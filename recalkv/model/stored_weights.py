@@ -1,8 +1,8 @@
-"""How published checkpoints hold their weights: one class per ``quant_method``, from what is stored to float32.
+"""Storage formats of weights in published checkpoints: one class per ``quant_method``, decoding to float32.
 
-A quantized weight is codes and a scale, and sometimes more, beside each other under the name of its module.
-Calibration and compression read dense weights by :meth:`StoredWeights.weight`; what compression does not replace is
-copied as it is held, and :meth:`StoredWeights.config_with` says so to transformers' own loader.
+A quantized weight is stored as codes, a scale and sometimes further tensors, side by side under the name of its module.
+Calibration and compression read dense weights through :meth:`StoredWeights.weight`. Weights that compression does not
+replace are copied in their stored form, which :meth:`StoredWeights.config_with` declares to transformers' loader.
 """
 
 import json
@@ -21,12 +21,12 @@ from recalkv.model.families import DEQUANTIZE, check_not_quantized
 
 
 def stored_weights(config: Any) -> "StoredWeights":
-    """How the checkpoint of this config holds its weights.
+    """Return the storage format of the weights in the checkpoint with this config.
 
     Raises
     ------
     UnsupportedModelError
-        If it is quantized in a way that is not read here; names the way and the remedy.
+        If the quantization is not supported; the message names it and the remedy.
     """
     content = getattr(config, "quantization_config", None)
     known = _KNOWN.get(str(content.get("quant_method"))) if isinstance(content, Mapping) else None
@@ -37,13 +37,13 @@ def stored_weights(config: Any) -> "StoredWeights":
 
 
 def weight_files(folder: Path) -> set[Path]:
-    """Files that a checkpoint's weights are loaded from; published folders may hold the same in one more."""
+    """Return the files that a checkpoint's weights are loaded from; published folders may hold duplicates."""
     return set(files_of_tensors(folder).values())
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Map each tensor's name, buffers that are computed anew included, to the file that holds it."""
-    # As transformers does: an index may be of other weights, which were in the folder before.
+    """Map each tensor's name to the file that holds it, including buffers that are recomputed on loading."""
+    # Same precedence as in transformers: an index may be left over from other weights that were in the folder before.
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         with opened_weights(single) as shard:
@@ -63,7 +63,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def opened_weights(file: Path) -> Any:
-    """A weight file, to be read within ``with``."""
+    """Open a weight file, for use in a ``with`` statement."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -71,20 +71,20 @@ def opened_weights(file: Path) -> Any:
 
 
 class StoredWeights:
-    """Weights that are held plainly, each under its own name; the classes below hold some of them as codes.
+    """Unquantized weights, each stored as one tensor; subclasses store some of them as codes.
 
     Attributes
     ----------
     ending, joint
-        How the name of a weight ends, and what stands in its place before the names of codes and what is beside them.
+        Suffix of a weight's name, and the separator that replaces it in the names of the codes and their companions.
     codes
-        Names that codes have in their module, and the types that they may have, in safetensors' words.
+        Names of the code tensors within their module, with the dtypes allowed for each, as safetensors labels them.
     scale
-        Name of the scale beside them.
+        Name of the scale of the codes.
     read, unread
-        Names of what else is beside them: what the weight follows from, and what only the activations need.
+        Names of the other companions: those needed to decode the weight, and those that only activations need.
     skipped
-        Keys of the config that may list modules that are held plainly: the first that is there, or else the first.
+        Config keys that may list unquantized modules: the first non-empty one is used, or else the first of all.
     """
 
     ending: ClassVar[str] = ".weight"
@@ -100,11 +100,11 @@ class StoredWeights:
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights may be held as codes."""
+        """Whether some weights may be stored as codes."""
         return bool(self.codes)
 
     def parts(self, weight: str, held: Collection[str]) -> list[str]:
-        """Names of the tensors that a weight follows from: its own, or those of its codes and what is beside them."""
+        """Return the names of the tensors that a weight is read from: itself, or its codes and companions."""
         module = weight.removesuffix(self.ending)
         if not (weight.endswith(self.ending) and self._coded(module, held)):
             return [weight]
@@ -112,19 +112,19 @@ class StoredWeights:
         return [name for name in names if name in held]
 
     def beside(self, weight: str) -> set[str]:
-        """Every name that may belong to a weight, its own too."""
+        """Return every tensor name that may belong to a weight, including the weight's name."""
         if not weight.endswith(self.ending):
             return {weight}
         module = weight.removesuffix(self.ending)
         return {weight, *(module + self.joint + last for last in self._names)}
 
     def weight(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-        """One weight from its :meth:`parts`: as it is held, or float32 where it is held as codes.
+        """Return a weight from its :meth:`parts`: as stored, or decoded to float32 if it is stored as codes.
 
         Raises
         ------
         ModelUnavailableError
-            If the scale is not of the shape that the config asks for.
+            If the shape of the scale does not match the config.
         """
         if list(parts) == [name]:
             return parts[name]
@@ -132,14 +132,14 @@ class StoredWeights:
         return self._decoded(module, {p.removeprefix(module + self.joint): tensor for p, tensor in parts.items()})
 
     def weight_types(self, types: Mapping[str, str]) -> dict[str, str]:
-        """Types of the weights by name, once they are read, of the types of all that is held.
+        """Map each weight's name to its dtype after reading, given the dtypes of all stored tensors.
 
         Raises
         ------
         ModelUnavailableError
-            If codes have no scale beside them.
+            If codes have no scale.
         UnsupportedModelError
-            If a scale stands beside what is no code of this method.
+            If a tensor has a scale but not a code dtype of this method.
         """
         weights = {}
         for name, kind in types.items():
@@ -159,24 +159,24 @@ class StoredWeights:
         return weights
 
     def decoded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every weight of these tensors: as it is held, or float32 where it is held as codes."""
+        """Return every weight in these tensors: as stored, or decoded to float32 if it is stored as codes."""
         weights = {weight: self.parts(weight, tensors) for weight in (self._weight_of(n, tensors) for n in tensors)}
         return {name: self.weight(name, {part: tensors[part] for part in own}) for name, own in weights.items()}
 
     def converted(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same with every weight that is held plainly in this type; codes, and what is beside them, stay."""
+        """Cast the unquantized weights to ``dtype``; codes and their companions stay unchanged."""
         return {
             name: tensor.to(dtype) if self.parts(self._weight_of(name, tensors), tensors) == [name] else tensor
             for name, tensor in tensors.items()
         }
 
     def plain_modules(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Modules whose matrix is held plainly."""
+        """Return the modules whose matrix is stored unquantized."""
         matrices = [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2]
         return [name.removesuffix(".weight") for name in matrices if self.parts(name, tensors) == [name]]
 
     def config_with(self, plain: Iterable[str]) -> dict[str, Any]:
-        """``quantization_config`` of a checkpoint in which these modules are held plainly."""
+        """Return the ``quantization_config`` of a checkpoint in which these modules are unquantized."""
         key = next((name for name in self.skipped if self.config.get(name)), self.skipped[0])
         listed = list(self.config.get(key) or [])
         return self.config | {key: listed + sorted(set(plain) - set(listed))}
@@ -198,7 +198,7 @@ class StoredWeights:
 
 
 class _Fp8(StoredWeights):
-    """``fp8``, as DeepSeek and Qwen publish it: a scale per block of ``weight_block_size``, or one for the matrix."""
+    """``fp8``, as published by DeepSeek and Qwen: one scale per block of ``weight_block_size``, or one per matrix."""
 
     codes: ClassVar = {"weight": ("F8_E4M3",)}
     scale: ClassVar = "weight_scale_inv"
@@ -206,14 +206,14 @@ class _Fp8(StoredWeights):
     skipped: ClassVar = ("modules_to_not_convert", "ignored_layers")
 
     def _decoded(self, module: str, parts: Mapping[str, Tensor]) -> Tensor:
-        # What is called the inverse is the factor itself, and no size is transformers' default.
+        # Despite its name, weight_scale_inv is the factor itself. The default block size is that of transformers.
         codes = parts["weight"]
         block = self.config.get("weight_block_size", (128, 128)) or codes.shape
         return _scaled(codes, parts[self.scale], block, f"{module}.{self.scale}")
 
 
 class _CompressedTensors(StoredWeights):
-    """``compressed-tensors``: 8-bit floats or integers, or packed integers, each module by the group that names it."""
+    """``compressed-tensors``: 8-bit floats or integers, or packed integers; config groups assign schemes to modules."""
 
     codes: ClassVar = {"weight": ("F8_E4M3", "I8"), "weight_packed": ("I32",)}
     scale: ClassVar = "weight_scale"
@@ -249,7 +249,7 @@ class _CompressedTensors(StoredWeights):
         return _scaled(values, parts[self.scale], block, f"{module}.{self.scale}")
 
     def _scheme(self, module: str) -> dict[str, Any]:
-        """``weights`` of the group that names a module most closely: itself, by a pattern, or as a linear layer."""
+        """Return ``weights`` of the group that matches a module best: by name, then by pattern, then as ``Linear``."""
         closeness: tuple[Callable[[str], bool], ...] = (
             lambda target: target == module,
             lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
@@ -265,7 +265,7 @@ class _CompressedTensors(StoredWeights):
 
 
 class _BitsAndBytes(StoredWeights):
-    """``bitsandbytes`` in 8 bits: 127 stands for the largest magnitude of each row, which ``SCB`` holds."""
+    """``bitsandbytes`` in 8 bits: code 127 is the largest magnitude of each row, which ``SCB`` holds."""
 
     codes: ClassVar = {"weight": ("I8",)}
     scale: ClassVar = "SCB"
@@ -285,7 +285,7 @@ class _BitsAndBytes(StoredWeights):
 
 
 class _Mxfp4(StoredWeights):
-    """``mxfp4``, as gpt-oss is published: 4-bit floats of all experts, and for each 32 of them an exponent of two."""
+    """``mxfp4``, as published for gpt-oss: experts in 4-bit floats, with a power-of-two scale per 32 elements."""
 
     ending: ClassVar = ""
     joint: ClassVar = "_"
@@ -293,7 +293,7 @@ class _Mxfp4(StoredWeights):
     scale: ClassVar = "scales"
 
     def config_with(self, plain: Iterable[str]) -> dict[str, Any]:
-        """The same section: nothing but experts is ever held as codes."""
+        """Return the section unchanged: only experts are ever stored as codes."""
         return self.config
 
     def _decoded(self, module: str, parts: Mapping[str, Tensor]) -> Tensor:
@@ -303,7 +303,7 @@ class _Mxfp4(StoredWeights):
                 f"{module}_scales has the shape {tuple(scales.shape)}; blocks of {tuple(blocks.shape)} have one for "
                 f"each row of bytes, {tuple(blocks.shape[:-1])}: download the checkpoint again."
             )
-        # Transformers takes seconds to import what this comes with.
+        # Imported here because it takes transformers seconds.
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
@@ -318,7 +318,7 @@ _KNOWN: dict[str, type[StoredWeights]] = {
 
 
 def _unread(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
-    """Of a method that is read, but not all of it."""
+    """Return the error for an unsupported variant of a supported method."""
     return UnsupportedModelError(
         f"quantization_config of the model's config says that its weights are quantized "
         f"(quant_method={config['quant_method']!r}) with {what}; {DEQUANTIZE}"
@@ -326,9 +326,9 @@ def _unread(config: Mapping[str, Any], what: str) -> UnsupportedModelError:
 
 
 def _block(config: Mapping[str, Any], weights: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale."""
+    """Return the block of a weight, (rows, columns), that shares a scale."""
     size = weights.get("group_size")
-    # As compressed-tensors itself fills in a strategy that is not given.
+    # Same defaults as in compressed-tensors for a missing strategy.
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "block":
         rows, columns = weights["block_structure"]
@@ -340,20 +340,20 @@ def _block(config: Mapping[str, Any], weights: Mapping[str, Any], shape: Sequenc
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Signed integers of (rows, words) int32 as (rows, words * 32 / bits) int32; the first is lowest in its word."""
+    """Unpack (rows, words) int32 to signed (rows, words * 32 / bits) int32, lowest bits of each word first."""
     places = torch.arange(0, 32, bits, device=packed.device)
     return ((packed[..., None] >> places) & (2**bits - 1)).flatten(-2) - 2 ** (bits - 1)
 
 
 def _scaled(codes: Tensor, scale: Tensor, block: Sequence[int], name: str) -> Tensor:
-    """Codes of (out, in) times the scale of their block, float32."""
+    """Multiply (out, in) codes by the scale of their block, in float32."""
     return codes.float() * _spread(scale.float(), codes.shape, block, name)
 
 
 def _spread(scale: Tensor, shape: Sequence[int], block: Sequence[int], name: str) -> Tensor:
-    """What a block has, for each of its elements: (out, in), or what broadcasts to it."""
+    """Expand one value per block to one per element: (out, in), or a shape that broadcasts to it."""
     grid = tuple(math.ceil(size / step) for size, step in zip(shape, block, strict=True))
-    # Trailing dimensions of one are written or left out as each library likes.
+    # Some libraries omit trailing dimensions of size 1.
     short = [grid[:kept] for kept in (0, 1, 2) if all(size == 1 for size in grid[kept:])]
     if tuple(scale.shape) not in short:
         raise ModelUnavailableError(
