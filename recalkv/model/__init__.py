@@ -1,1 +1,1 @@
-"""Models: which are supported, how a dense one is read layer by layer, and the compressed one at run time."""
+"""Models: supported families, dense models read layer by layer, and compressed models at run time."""

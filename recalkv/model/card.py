@@ -1,6 +1,6 @@
-"""The model card of a compressed checkpoint: what was done to which model, and what it costs.
+"""Model card of a compressed checkpoint: source model, compression settings, and cost.
 
-A checkpoint carries a card from the start, without figures; ``recalkv eval`` writes one that has them.
+A new checkpoint has a card without measurements; ``recalkv eval`` writes one that includes them.
 """
 
 import re
@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from recalkv.model.spec import LatentSpec
 
 CARD = "README.md"
-"""Name of the card in a checkpoint's folder, as model hubs want it."""
+"""File name of the card in a checkpoint's folder, as model hubs expect it."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -28,21 +28,20 @@ tokenizer = AutoTokenizer.from_pretrained({folder!r})
 
 
 def model_card(spec: LatentSpec, metrics: Mapping[str, Any] | None = None, folder: str = "path/to/this/folder") -> str:
-    """Card of a checkpoint: YAML metadata for model hubs, then Markdown.
+    """Return the card of a checkpoint: YAML metadata for model hubs, then Markdown.
 
     Parameters
     ----------
     spec
-        What its config says of the latents.
+        Latent spec from the checkpoint's config.
     metrics
-        What `recalkv eval` measured of it (:func:`recalkv.evaluation.comparison.figures`); None where it was not
-        evaluated.
+        Results of `recalkv eval` (:func:`recalkv.evaluation.comparison.figures`); None if not evaluated.
     folder
-        What a user loads it by: a hub id or a folder.
+        Hub id or folder from which a user loads the checkpoint.
     """
     revision = f" (revision `{spec.source['revision']}`)" if spec.source.get("revision") else ""
     name = spec.source.get("name") or "an unnamed model"
-    # Of a local folder its own name: where it lies is nobody else's business.
+    # A local folder is named without its parents: its location is private.
     name = Path(name).name if Path(name).is_absolute() else name
     title = f"{name}, {spec.removed:.0%} of the KV cache removed"
     base = _EMBEDDED if name == "embedded" else name if _HUB_ID.fullmatch(name) else None
@@ -138,7 +137,7 @@ def _results(metrics: Mapping[str, Any] | None) -> list[EvalResult] | None:
 
 
 def _evaluated(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands in the figures of `recalkv eval` beside perplexity and accuracy, dense and compressed."""
+    """Return the rows for results of `recalkv eval` other than perplexity and accuracy, dense and compressed."""
     rows = []
     if "decode_tokens_per_second" in metrics:
         live = metrics["cache"]

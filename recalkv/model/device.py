@@ -1,4 +1,4 @@
-"""Where models run."""
+"""Selection of the device that models run on."""
 
 import torch
 
@@ -6,7 +6,7 @@ from recalkv.errors import ParameterError
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of this name; ``auto`` is the accelerator, where there is one with float64, else the CPU."""
+    """Return the device of this name; ``auto`` is the accelerator if it supports float64, else the CPU."""
     if name == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator if accelerator is not None and _has_float64(accelerator) else torch.device("cpu")
@@ -26,7 +26,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _has_float64(device: torch.device) -> bool:
-    """Whether it has; Apple's GPUs (``mps``) do not."""
+    """Whether the device supports float64; Apple GPUs (``mps``) do not."""
     try:
         torch.empty(1, dtype=torch.float64, device=device)
     except (RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""Write a compressed model: an ordinary Hugging Face folder, one safetensors shard per layer."""
+"""Write a compressed model: a regular Hugging Face folder with one safetensors shard per layer."""
 
 import itertools
 import json
@@ -22,12 +22,12 @@ from recalkv.model.tensor_names import TensorNames
 
 
 def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
-    """Config of the compressed model: the dense one plus a ``recalkv`` section.
+    """Return the config of the compressed model: the dense one plus a ``recalkv`` section.
 
     Parameters
     ----------
     latents
-        Of :func:`recalkv.method.fusion.stored_latents`.
+        Result of :func:`recalkv.method.fusion.stored_latents`.
     """
     content = source.config.to_dict()
     for key in ("model_type", "architectures", "_name_or_path", "quantization_config"):
@@ -42,16 +42,16 @@ def compressed_config(source: LayerSource, latents: LatentSpec) -> Any:
 
 
 def decoder_layers(source: LayerSource, compressed: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Every decoder layer in order: the compressed ones as they come, the others as the source holds them."""
+    """Yield all decoder layers in order: compressed ones from the iterable, the others as stored in the source."""
     own = iter(compressed)
     for place, index in source.decoder_layers():
         yield source.stored_layer(place) if index is None else next(own)
-    # To its end, which what shows the progress waits for.
+    # Exhaust the iterator, so that its progress display finishes.
     next(own, None)
 
 
 def copy_generation_config(model: Path, folder: Path) -> None:
-    """Copy a model's defaults of generation as they are, which loading and saving them might refuse to do."""
+    """Copy a model's generation config file unchanged; transformers may refuse to load and save its values."""
     own = model / "generation_config.json"
     if own.exists():
         shutil.copyfile(own, folder / own.name)
@@ -60,16 +60,16 @@ def copy_generation_config(model: Path, folder: Path) -> None:
 def save_checkpoint(
     folder: Path, config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype
 ) -> int:
-    """Write shards, index and config; returns the number of elements. One layer is held at a time.
+    """Write shards, index and config, one layer in memory at a time; return the number of elements.
 
     Parameters
     ----------
     other
-        Of :meth:`LayerSource.stored_others`.
+        Result of :meth:`LayerSource.stored_others`.
     layers
-        Of :func:`decoder_layers`.
+        Result of :func:`decoder_layers`.
     dtype
-        Type of the model; tensors are written as they come.
+        Dtype recorded in the config; tensors are written in the dtype they have.
     """
     config.dtype, held = dtype, stored_weights(config)
     plain: list[str] = []
@@ -88,7 +88,7 @@ def save_checkpoint(
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     if held.quantized:
-        # A tied head is not stored, and a list that is there is no longer taken to mean it too.
+        # A tied head is not stored. It must be listed too: an explicit list replaces transformers' default.
         tied = [] if any(name.startswith("lm_head.") for name in weight_map) else ["lm_head"]
         config.quantization_config = held.config_with([*plain, *tied])
     config.save_pretrained(folder)
@@ -99,18 +99,18 @@ def save_checkpoint(
 def build_model(
     config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype | None
 ) -> Any:
-    """Assemble the compressed model in memory; the same tensors that :func:`save_checkpoint` writes.
+    """Assemble the compressed model in memory from the same tensors that :func:`save_checkpoint` writes.
 
     Parameters
     ----------
     dtype
-        Type that all weights are turned to, codes dequantized; None leaves each as it comes.
+        Dtype to which all weights are cast, after codes are dequantized; None leaves each weight unchanged.
     """
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):
         model = MODEL_CLASSES[family](config)
     held, state = stored_weights(config), dict(other)
-    # Layer by layer: the whole model is never held in float32.
+    # Cast layer by layer, so that the whole model is never held in float32.
     for index, layer in enumerate(layers):
         typed = layer if dtype is None else held.converted(layer, dtype)
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in typed.items()}
@@ -121,7 +121,7 @@ def build_model(
         del config.quantization_config
     cast = weights if dtype is None else {name: tensor.to(dtype) for name, tensor in weights.items()}
     device = next(iter(cast.values())).device
-    # Buffers that the config determines are not part of a checkpoint; tied heads are tied below.
+    # Buffers determined by the config are not part of a checkpoint; tied heads are tied below.
     rotary = model.model.rotary_emb
     if rotary is not None:
         model.model.rotary_emb = rotary = type(rotary)(config=config).to(device)
@@ -129,9 +129,9 @@ def build_model(
     if hasattr(table, "embed_scale"):
         table.embed_scale = torch.tensor(family_of(config).embedding_scale(config), device=device)
     embedded, head = "model.embed_tokens.weight", "lm_head.weight"
-    if embedded not in cast and head in cast:  # a tied table by its other name
+    if embedded not in cast and head in cast:  # tied embeddings stored as the head
         cast[embedded] = cast[head]
-    # As transformers has it: a head of its own stays, whatever the config says.
+    # Same as in transformers: a head that differs from the embedding stays separate, whatever the config says.
     alike = head in cast and cast[head].dtype == cast[embedded].dtype
     tied = head not in cast or (alike and torch.equal(cast[head], cast[embedded]))
     missing, unexpected = model.load_state_dict(cast, strict=False, assign=True)

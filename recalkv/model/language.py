@@ -1,4 +1,4 @@
-"""Load a causal language model; of a multimodal one, its language model alone."""
+"""Load a causal language model; from a multimodal checkpoint, only its language model."""
 
 import warnings
 from pathlib import Path
@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.stored_weights import weight_files
 
-# Names in checkpoints of multimodal models, of several ages, and those of the language model by itself.
+# Maps names in multimodal checkpoints of several generations to those of the standalone language model.
 _NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model."}
 
 _WEIGHTS_SHARE = 0.9
-"""Of a device's free memory, what weights may take; activations and the cache are to fit, too."""
+"""Fraction of a device's free memory that weights may take, leaving room for activations and the cache."""
 
 
 def load_language_model(folder: str | Path, **options: Any) -> Any:
@@ -23,13 +23,13 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
     Parameters
     ----------
     folder
-        Checkpoint.
+        Folder of the checkpoint.
     options
-        Of ``from_pretrained``.
+        Arguments of ``from_pretrained``.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
-    # Quantized weights name the modules that are not by their places in the whole.
+    # Quantization configs name unquantized modules by their paths in the whole multimodal model.
     if text is not config and getattr(config, "quantization_config", None) is None:
         text.tie_word_embeddings = config.tie_word_embeddings
         options |= {"config": text, "key_mapping": _NAMES}
@@ -37,15 +37,15 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
 
 
 def placement(folder: Path, device: torch.device, dtype: torch.dtype | str) -> str | dict[str, torch.device] | None:
-    """Where accelerate puts a model's weights (``device_map``): on the device if they fit, else ``auto``."""
+    """Return the ``device_map`` for a model's weights: the device if they fit, else ``auto`` (accelerate splits)."""
     if device.type == "cpu":
-        # A map, even of one device, needs accelerate, which a CPU does not.
+        # Any device map, even of one device, requires accelerate; without a map the CPU does not need it.
         return None
     if device.type == "cuda":
         needed = sum(file.stat().st_size for file in weight_files(folder))
         if isinstance(dtype, torch.dtype):
             needed = needed * dtype.itemsize // checkpoint_dtype(folder).itemsize
-        # What torch holds for what comes is free as well.
+        # Memory that torch has reserved but not allocated is free as well.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + held
         if needed > _WEIGHTS_SHARE * free:

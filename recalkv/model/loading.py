@@ -1,4 +1,4 @@
-"""Load a whole model, dense or compressed, to evaluate it: on one device, or split over several by accelerate."""
+"""Load a whole dense or compressed model for evaluation: on one device, or split over several by accelerate."""
 
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,21 @@ from recalkv.model.modeling import register
 
 
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | str) -> Any:
-    """Model in evaluation mode, of a multimodal one the language model alone; files are read shard by shard.
+    """Load a model (only the language model of a multimodal one) in evaluation mode, shard by shard.
 
     Parameters
     ----------
     folder
-        Checkpoint.
+        Folder of the checkpoint.
     device
-        Where it runs; where its weights do not fit there, accelerate splits it over the GPUs, the CPU and the disk.
+        Device to run on; if the weights do not fit, accelerate splits the model over GPUs, CPU and disk.
     dtype
-        Of the weights; ``auto`` for the checkpoint's.
+        Dtype of the weights; ``auto`` for that of the checkpoint.
 
     Raises
     ------
     ModelUnavailableError
-        If transformers cannot load it.
+        If transformers cannot load the model.
     """
     register()
     try:
@@ -41,7 +41,7 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | st
 
 
 def check_causal(model: Any) -> None:
-    """Refuse what has no output head, or wraps a model.
+    """Refuse an object without an output head, or one that wraps a model.
 
     Raises
     ------
