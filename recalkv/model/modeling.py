@@ -1,8 +1,8 @@
 """Hugging Face model and config classes of compressed checkpoints.
 
-``import recalkv`` registers them, after which ``AutoModelForCausalLM.from_pretrained(folder)`` is all
-it takes. Without the import the unknown ``model_type`` makes transformers refuse the folder. The classes are made from
-the families' descriptions (:mod:`recalkv.model.family`): ``ReCalKVLlamaConfig``, ``ReCalKVLlamaForCausalLM`` and so on.
+``import recalkv`` registers them, so that ``AutoModelForCausalLM.from_pretrained(folder)`` works. Without the import,
+transformers refuses the folder because of its unknown ``model_type``. The classes are generated from the family
+descriptions (:mod:`recalkv.model.family`): ``ReCalKVLlamaConfig``, ``ReCalKVLlamaForCausalLM`` and so on.
 """
 
 import os
@@ -26,7 +26,7 @@ from recalkv.model.spec import LatentSpec
 
 
 class _LatentConfigMixin:
-    """Adds ``recalkv``, which :class:`recalkv.model.spec.LatentSpec` reads."""
+    """Adds the ``recalkv`` section, which :class:`recalkv.model.spec.LatentSpec` reads."""
 
     recalkv: dict[str, Any] | None = None
     base_model_tp_plan: Any = None
@@ -34,11 +34,11 @@ class _LatentConfigMixin:
 
 
 class LatentModelMixin:
-    """Swaps the attention of every layer that has one for :class:`LatentAttention` while the model is built.
+    """Replaces the attention of every layer that has one by :class:`LatentAttention` while the model is built.
 
-    Where a cache is used, ``position_ids`` must be slots, up to left padding (:mod:`recalkv.model.rotary`): the forward
-    pass refuses others. It looks at prompts, and at single tokens only on a CPU: on a GPU that would make every
-    decoding step wait for the device. Compiled models do not look.
+    With a cache, ``position_ids`` must be cache slots, up to left padding (:mod:`recalkv.model.rotary`); the forward
+    pass rejects others. It checks prompts, but single tokens only on a CPU: on a GPU the check would synchronize every
+    decoding step. Compiled models do not check.
     """
 
     def __init__(self, config: Any) -> None:
@@ -53,12 +53,12 @@ class LatentModelMixin:
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As transformers does it, but tensors that do not fit the config are an error, never a warning.
+        """Load as transformers does, except that tensors that do not match the config raise an error, not a warning.
 
         Raises
         ------
         CheckpointError
-            If a tensor is missing, unknown or of another shape.
+            If a tensor is missing, unknown or has the wrong shape.
         """
         load = super().from_pretrained  # type: ignore[misc]
         model, info = load(name, *args, output_loading_info=True, **kwargs | {"ignore_mismatched_sizes": True})
@@ -72,8 +72,8 @@ class LatentModelMixin:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As transformers does it, with a model card where the folder has none."""
-        # Here, as cards need the pipeline's packages and decoding does not.
+        """Save as transformers does, and add a model card if the folder has none."""
+        # Imported here because only cards, not decoding, need these packages.
         from recalkv.model.card import CARD, model_card
 
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
@@ -84,13 +84,13 @@ class LatentModelMixin:
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         from recalkv.model.card import CARD, model_card
 
-        # push_to_hub has put a generic card there, which knows nothing of this model.
+        # Replaces the generic card that push_to_hub has written, which does not describe this model.
         card = model_card(LatentSpec.from_config(self.config), folder=repo_id)  # type: ignore[attr-defined]
         (Path(working_dir) / CARD).write_text(card)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(self, generation_config: Any, kwargs: Any, *args: Any, **options: Any) -> Any:
-        """As transformers does it, but the default cache does not copy itself at every step."""
+        """Prepare the cache as transformers does, but with a default cache that does not copy itself at every step."""
         given = kwargs.get("past_key_values")
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = prepare(generation_config, kwargs, *args, **options)
@@ -100,25 +100,25 @@ class LatentModelMixin:
             if generation_config.is_assistant:
                 cache.activate_past_recording()
         if (cache := kwargs.get("past_key_values")) is not None:
-            # Here, as a compiled forward pass cannot do it.
+            # Done here because a compiled forward pass cannot do it.
             attentions = (each for each in self.modules() if isinstance(each, LatentAttention))  # type: ignore[attr-defined]
             places = [each.layer_idx for each in attentions if each.exact_window]
             with_recent(cache, [index for index in places if index < len(cache.layers)])
         return result
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what would cache nothing: transformers' blocks are of dense keys and values."""
+        """Refuse continuous batching: the paged cache of transformers holds dense keys and values, not latents."""
         raise ParameterError(
             "continuous batching (generate_batch, transformers serve --continuous-batching) has no cache of latents in "
             "transformers; use generate(), or serve the dense model with a codec by vLLM (examples/serve.md)."
         )
 
     def _get_static_cache_init_shape(self) -> None:
-        """Leave static caches to take their sizes from the first latents; transformers would assume dense keys."""
+        """Return nothing, so that static caches take their shape from the first latents, not from dense keys."""
 
 
 def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before the forward pass of the decoder: refuse positions that are no slots, where that shows, and some caches."""
+    """Refuse unsupported caches, and positions that are detectably not cache slots, before the decoder runs."""
     positions, cache, mask = (kwargs.get(name) for name in ("position_ids", "past_key_values", "attention_mask"))
     if torch.compiler.is_compiling():
         return
@@ -134,7 +134,7 @@ def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         check_positions(positions, mask, 0 if cache is None else cache.get_seq_length())
         return
     function = model.config._attn_implementation
-    # It finds the sequences by their positions; what reads latents goes by the mask.
+    # Flash attention finds packed sequences by their positions; attention over latents relies on the mask.
     if mask is None and "flash" in function and bool((positions.diff(dim=-1) != 1).any()):
         raise ParameterError(
             f"attn_implementation={function!r} tells packed sequences apart without a mask, which latents want; use "
@@ -143,7 +143,7 @@ def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _made(family: Family) -> tuple[Any, Any]:
-    """Config and model class of a compressed family."""
+    """Create the config and model class of a compressed family."""
     name = f"ReCalKV{family.name}"
     own: dict[str, Any] = {
         "__module__": __name__,
@@ -164,19 +164,19 @@ def _made(family: Family) -> tuple[Any, Any]:
 _CLASSES = {name: _made(family) for name, family in FAMILIES.items()}
 CONFIG_CLASSES: dict[str, Any] = {name: config for name, (config, _) in _CLASSES.items()}
 MODEL_CLASSES: dict[str, Any] = {name: model for name, (_, model) in _CLASSES.items()}
-# Where pickled classes are looked for.
+# Pickle looks classes up in their module.
 globals().update({made.__name__: made for pair in _CLASSES.values() for made in pair})
 
 
 def register() -> None:
-    """Make the auto classes know the compressed families; harmless when repeated."""
+    """Register the compressed families with the auto classes; safe to repeat."""
     for family, config in CONFIG_CLASSES.items():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, MODEL_CLASSES[family], exist_ok=True)
-        # Experts are stored one by one, as the dense model has them.
+        # Experts are stored one by one, as in the dense checkpoint, and need the same conversions.
         conversions = get_checkpoint_conversion_mapping(family)
         if conversions is not None:
             register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
-        # `transformers serve` looks a checkpoint's class up in the package itself: in the one that is there now, as
-        # transformers' own imports run the package a second time, after others may have taken hold of the first.
+        # `transformers serve` looks a checkpoint's class up in the package. Set it on the current entry of sys.modules:
+        # imports within transformers run the package a second time, so earlier references may be to another object.
         setattr(sys.modules["transformers"], MODEL_CLASSES[family].__name__, MODEL_CLASSES[family])

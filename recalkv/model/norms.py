@@ -1,4 +1,4 @@
-"""Norms of queries and keys: transformers' own, over each head or over all of them together."""
+"""Norms of queries and keys: modules of transformers, applied per head or over all heads together."""
 
 from typing import Any
 
@@ -6,18 +6,18 @@ from torch import Tensor, nn
 
 
 def epsilon(norm: Any) -> float:
-    """What a norm adds to the mean square."""
+    """Return the constant that a norm adds to the mean square."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def norm_like(norm: Any) -> nn.Module:
-    """A norm of the same kind and width, with memory."""
+    """Create a norm of the same class, width and epsilon, not on the meta device."""
     made: nn.Module = type(norm)(norm.weight.numel(), eps=epsilon(norm))
     return made
 
 
 def normed(norm: Any, states: Tensor) -> Tensor:
-    """Norm of heads (..., heads, d_h), over each of them or all together as its weight is wide."""
+    """Normalize (..., heads, d_h), per head or over all heads together, depending on the width of the weight."""
     if norm.weight.numel() == states.shape[-1]:
         result: Tensor = norm(states)
         return result

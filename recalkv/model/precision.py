@@ -1,7 +1,7 @@
-"""The type of matrix products: bfloat16 where it is computed natively, float32 where it would be emulated.
+"""Dtype of matrix products: bfloat16 where it is native, float32 where it would be emulated.
 
-Emulated bfloat16 is not only coarser but slower than float32: by three times on processors without the
-instructions. Measurements on a CPU take float32 by default: bfloat16 rounds more than a 4-bit cache does.
+Emulated bfloat16 is not only coarser but also slower than float32: three times slower on processors without the
+instructions. Evaluation on a CPU uses float32 by default: bfloat16 rounds more than a 4-bit cache does.
 """
 
 import platform
@@ -11,18 +11,18 @@ import torch
 from recalkv.errors import ParameterError
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The types that ``calibration.precision`` and ``evaluation.precision`` name."""
+"""Dtypes named by ``calibration.precision`` and ``evaluation.precision``."""
 
 
 def resolve_precision(setting: str, device: torch.device) -> str:
-    """Name of the type that matrix products run in.
+    """Return the name of the dtype that matrix products run in.
 
     Parameters
     ----------
     setting
-        ``float32``, ``bfloat16``, or ``auto``: bfloat16 where the device multiplies it natively, else float32.
+        ``float32``, ``bfloat16``, or ``auto``: bfloat16 if the device multiplies it natively, else float32.
     device
-        Where the products are computed.
+        Device on which the products are computed.
 
     Returns
     -------
@@ -42,16 +42,16 @@ def resolve_precision(setting: str, device: torch.device) -> str:
 
 
 def evaluation_precision(setting: str, device: torch.device) -> str:
-    """:func:`resolve_precision` of ``evaluation.precision``, whose ``auto`` is float32 on a CPU.
+    """Resolve ``evaluation.precision`` as :func:`resolve_precision` does, except that ``auto`` is float32 on a CPU.
 
-    Products of bfloat16 differ by a KL divergence of .001 nats from each other, more than a 4-bit cache differs from
-    the dense one, and between processors. Float32 takes a tenth more time there.
+    There, bfloat16 products differ between runs and between processors by a KL divergence of .001 nats, more than a
+    4-bit cache differs from the dense one. Float32 takes a tenth more time.
     """
     return "float32" if setting == "auto" and device.type == "cpu" else resolve_precision(setting, device)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for products of bfloat16."""
+    """Whether a device has instructions for bfloat16 products."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -62,6 +62,6 @@ def _processor_multiplies_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if platform.machine().lower() in ("x86_64", "amd64"):
-        # oneDNN itself says yes to plain AVX-512, where it converts to float32 and back.
+        # oneDNN reports support for plain AVX-512 too, where it converts to float32 and back.
         return bool(torch.cpu._is_avx512_bf16_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""The up projections of a layer, as a module of their own: accelerate's hooks can then fetch offloaded factors."""
+"""Up projections of a layer, in a separate module so that accelerate's hooks can fetch offloaded factors."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 class Reconstruction(nn.Module):
-    """R of every group, (r_g, w_g) each: a list of parameters, but one that is called for them.
+    """Up projection R of every group, (r_g, w_g) each: a parameter list that returns its factors when called.
 
     Parameters
     ----------
     ranks, heads
-        Of each group.
+        Rank and number of heads of each group.
     head_dim
-        Width of a head.
+        Head size.
     """
 
     def __init__(self, ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> None:
@@ -24,21 +24,21 @@ class Reconstruction(nn.Module):
             self.register_parameter(str(number), nn.Parameter(torch.zeros(rank, size * head_dim)))
 
     def forward(self) -> list[Tensor]:
-        """All factors, on the device where they are needed."""
+        """Return all factors on the execution device."""
         return list(self)
 
     def __getitem__(self, group: int) -> nn.Parameter:
-        """Factor of one group, where it is."""
+        """Return the factor of one group, on the device that stores it."""
         factor: nn.Parameter = getattr(self, str(group))
         return factor
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """Factors of all groups, where they are."""
-        # Not by names of parameters, which replicas of nn.DataParallel do not have.
+        """Iterate over the factors of all groups, on the device that stores them."""
+        # Not by parameter names, which replicas of nn.DataParallel lack.
         return map(self.__getitem__, range(self._groups))
 
     def rebuilt(self, latents: Tensor) -> Tensor:
-        """``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
+        """Return ``[z_1 R_1, z_2 R_2, ...]``: (batch, slots, sum of ranks) to (batch, slots, n)."""
         factors = self()
         parts = latents.split([len(factor) for factor in factors], dim=-1)
         return torch.cat([part @ factor for part, factor in zip(parts, factors, strict=True)], dim=-1)
