@@ -1,8 +1,8 @@
-"""Attention to latents of which the newest are exact: for each query those of the window that ends at it.
+"""Attention to packed rows and a residual window: each query reads exact latents in the window that ends at it.
 
-One query reads one set of latents, with the exact ones put in their places (:func:`overlaid`). Several have a window
-each, and so read two: rows for what is older than their windows and exact latents within, side by side as slots of one
-softmax, under a mask (:func:`blocks`).
+A single query reads one set of latents, in which exact ones replace the newest rows (:func:`overlaid`). Several queries
+have different windows and read two sets: rows for tokens older than their windows and exact latents within them, side
+by side as slots of one softmax, under a mask (:func:`blocks`).
 """
 
 import functools
@@ -14,25 +14,25 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 _QUERIES = 256
-"""Of a block: what it reads twice is its own tokens and a window."""
+"""Queries per block; only the block's tokens and one window are read twice, as rows and as exact latents."""
 
 _SHARED = 8
-"""Blocks whose masks are kept."""
+"""Number of blocks whose masks are cached."""
 
 
 def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -> Tensor:
-    """Latents as one query reads them.
+    """Return the latents that a single query reads: those of rows, the newest replaced by exact ones.
 
     Parameters
     ----------
     latents : (batch, 1, slots, columns)
-        Of rows.
+        Latents unpacked from rows.
     recent : (batch, 1, any, columns)
-        Exact ones of the tokens up to the query's.
+        Exact latents of the newest tokens, up to and including the query's.
     last
-        Slot after the query's; on the device where a static cache counts there.
+        Slot after that of the query; a tensor on the device for static caches.
     window
-        Tokens that are taken from ``recent``, at most.
+        Maximum number of tokens taken from ``recent``.
     """
     own = recent[:, :, -window:]
     count = own.shape[2]
@@ -45,25 +45,25 @@ def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -
 
 
 def readable(mask: Any, batch: int, queries: int, slots: int, device: torch.device) -> Tensor | None:
-    """A mask of one of transformers' attention functions as a tensor; None where it is causal."""
+    """Return the mask of a transformers attention function as a tensor; None if it is causal."""
     if isinstance(mask, BlockMask):
         return create_mask(mask.mask_mod, batch, 1, queries, slots, str(device))
     return mask if isinstance(mask, Tensor) else None
 
 
 class Block(NamedTuple):
-    """Some of the queries, and what they attend to.
+    """A block of queries, and what they attend to.
 
     Attributes
     ----------
     queries
-        Which of them.
+        Slice of the queries.
     slots
-        The first so many slots are read from rows.
+        Number of leading slots that are read from rows.
     recent
-        Which of the exact latents are read after them.
-    mask : (batch or 1, 1 or h, queries, slots and recent)
-        Booleans (True attends), or numbers that are added.
+        Slice of the exact latents, which follow the slots.
+    mask : (batch or 1, 1 or h, queries, slots + recent)
+        Boolean (True attends) or additive.
     """
 
     queries: slice
@@ -83,31 +83,31 @@ def blocks(
     mask: Tensor | None,
     device: torch.device,
 ) -> Iterator[Block]:
-    """Cut queries into blocks.
+    """Split queries into blocks.
 
     Parameters
     ----------
     queries, slots, recent
-        How many there are. Queries and exact latents end at the newest token; a static cache has empty slots after it.
+        Number of each. Queries and exact latents end at the newest token; a static cache has empty slots after it.
     seen
-        Tokens up to the last query, itself included.
+        Number of tokens up to and including the last query.
     offset
-        Tokens that a sliding window has evicted.
+        Number of tokens evicted by a sliding window.
     window
-        Tokens up to a query whose exact latents it reads.
+        Number of tokens, up to and including the query's, whose exact latents a query reads.
     sliding
-        Tokens up to a query that it attends to; None for all.
+        Number of tokens, up to and including the query's, that a query attends to; None for all.
     mask : (batch or 1, 1 or h, queries, >= slots), (batch, >= slots), or None
-        As transformers makes it: 4-D, or of padding alone, or None; the last two are causal.
+        Mask made by transformers: 4-D, or 2-D for padding only, or None; the last two imply causal attention.
     """
     for start in range(0, queries, _QUERIES):
         stop = min(queries, start + _QUERIES)
-        # A static cache knows on the device alone how many slots are filled.
+        # The number of filled slots of a static cache is known only on the device.
         far = min(slots, seen - queries + stop - offset) if isinstance(seen, int) else slots
         first, last = max(0, recent - queries + start - window + 1), recent - queries + stop
         causal = mask is None or mask.dim() == 2
         extent = start - queries, stop - queries, offset, far, first - recent, last - recent, recent, window
-        # Those of longer passes would push each other out, and be kept for nothing.
+        # Masks of longer passes would evict each other from the LRU cache before any reuse.
         shared = isinstance(seen, int) and queries <= _SHARED * _QUERIES
         allowed = (_kept_mask if shared else _mask)(*extent, sliding, causal, seen, device)
         if mask is None:
@@ -118,7 +118,7 @@ def blocks(
             near = (near_places - offset).clamp(0, rows.shape[-1] - 1)
             given = torch.cat([rows[..., :far], rows[..., near]], dim=-1)
             if given.dtype.is_floating_point:
-                # Finite in float32, too, or rows of padding, which attend to nothing, become NaN.
+                # Finite in float32 too; otherwise padding rows, which attend to nothing, become NaN.
                 least = max(torch.finfo(given.dtype).min, torch.finfo(torch.float32).min)
                 given = given.masked_fill(~allowed, least).clamp_min(least)
             else:
@@ -140,18 +140,18 @@ def _mask(
     seen: int | Tensor,
     device: torch.device,
 ) -> Tensor:
-    """Which slots and which exact latents queries read, (queries, slots and recent) of booleans.
+    """Return the mask of slots and exact latents that queries read, (queries, slots + recent) booleans.
 
     Parameters
     ----------
     start, stop, first, last
-        Queries, and exact latents, counted from the end of all that is seen.
+        Ranges of queries and of exact latents, as offsets from ``seen`` (at most 0).
     far
-        Slots.
+        Number of slots read from rows.
     recent
-        Exact latents that there are.
+        Number of exact latents available.
     causal
-        Whether the order of tokens, and ``sliding``, are not yet in another mask.
+        Whether this mask must apply causality and ``sliding``, because no other mask does.
     """
     places = torch.arange(start, stop, device=device)[:, None] + seen
     far_places = torch.arange(offset, offset + far, device=device)
@@ -169,6 +169,6 @@ def _mask(
 
 @functools.lru_cache(maxsize=_SHARED)
 def _kept_mask(*extent: Any) -> Tensor:
-    """The same, which the layers of a pass share: not to be written to."""
+    """Same as :func:`_mask`, cached and shared by the layers of a forward pass; must not be written to."""
     with torch.inference_mode(False):
         return _mask(*extent)

@@ -1,7 +1,7 @@
-"""Cache slots serve as positions: rotary tables by slot, and the check of what positions a caller passes.
+"""Cache slots as positions: rotary tables indexed by slot, and validation of the positions that a caller passes.
 
-Rotations matter only through distances, so the slots of queries and keys do as well as their true positions, from
-which they may differ by a constant for each sequence: its left padding.
+RoPE scores depend only on distances, so slots of queries and keys can replace their true positions. The two may
+differ by a constant per sequence: its left padding.
 """
 
 from typing import Any
@@ -16,22 +16,22 @@ from recalkv.model.families import AttentionGeometry, layer_attention_types
 from recalkv.model.family import family_of
 
 _FAR = 1 << 62
-"""Further than any slot."""
+"""Larger than any slot."""
 
 
 class SlotRotary:
-    """Rotary tables by cache slot, grown by doubling and shared by layers that turn alike on the same device.
+    """Rotary tables by cache slot, grown by doubling and shared by layers with the same rotation on the same device.
 
     Parameters
     ----------
     rotary
-        The model's rotary module; None of a model without one, whose keys are not turned.
+        The model's rotary module; None for a model without one, whose keys are not rotated.
     half
-        Pairs of a head, ``d_h / 2``; where the module has fewer, the others are not turned.
+        Number of pairs per head, ``d_h / 2``; if the module has fewer, the remaining pairs are not rotated.
     layer_type
-        Of the layers, where the module has tables of its own for each type; else None.
+        Type of the layers if the module has separate tables per type, else None.
     turning
-        Whether keys are turned at all.
+        Whether keys are rotated at all.
     """
 
     def __init__(self, rotary: nn.Module | None, half: int, layer_type: str | None, turning: bool) -> None:
@@ -41,13 +41,13 @@ class SlotRotary:
 
     @property
     def inv_freq(self) -> Tensor:
-        """Frequencies of the pairs, (d_h / 2,); 0 of those that are not turned."""
+        """Frequencies of all pairs, (d_h / 2,); 0 for pairs that are not rotated."""
         found = self._own
         return pad(found, (0, self._half - len(found)))
 
     @property
     def _own(self) -> Tensor:
-        """Frequencies of the pairs that are turned."""
+        """Frequencies of the rotated pairs."""
         if not self._turning:
             return torch.empty(0)
         found: Tensor = getattr(self._rotary, self._name("inv_freq"))
@@ -55,12 +55,12 @@ class SlotRotary:
 
     @property
     def attention_scaling(self) -> float:
-        """Factor of rotated queries and keys alike (YaRN has one)."""
+        """Factor on both rotated queries and rotated keys (as in YaRN)."""
         return float(getattr(self._rotary, self._name("attention_scaling"))) if self._turning else 1.0
 
     @property
     def uniform(self) -> bool:
-        """Whether frequencies are fixed, and the scaling is that of all pairs."""
+        """Whether frequencies are fixed and the attention scaling applies to all pairs."""
         partial = len(self._own) < self._half
         return not self._switches and not (partial and self.attention_scaling != 1.0)
 
@@ -72,9 +72,9 @@ class SlotRotary:
         return name if self._layer_type is None else f"{self._layer_type}_{name}"
 
     def upto(self, length: int, like: Tensor, seen: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cos and sin, (>= length, d_h) each, in the type and on the device of ``like``.
+        """Return cos and sin, (>= length, d_h) each, in the dtype and on the device of ``like``.
 
-        Frequencies that depend on the length are those of ``seen`` tokens, or of ``length``.
+        Length-dependent frequencies are chosen for ``seen`` tokens, or for ``length`` if ``seen`` is None.
         """
         if not self._switches:
             return self._table(length, like)
@@ -87,34 +87,34 @@ class SlotRotary:
         return cos, sin
 
     def _table(self, length: int, like: Tensor, switch: int = 0, far: bool = True) -> tuple[Tensor, Tensor]:
-        """The same with the long frequencies of longrope, or with those up to its switch."""
+        """Return the tables with the long frequencies of longrope if ``far``, else with those up to its switch."""
         key = like.device, like.dtype, far
         tables = self._tables.get(key)
         if tables is None or tables[0].shape[0] < length:
             size = max(256, 1 << (length - 1).bit_length(), switch + 1)
-            # The tables outlive the call: made in inference mode, they could not serve a backward pass later.
+            # The tables outlive the call: if created in inference mode, they could not be used in a later backward.
             with torch.inference_mode(False):
-                # The module chooses by the largest position; rows of positions that are clamped are never read.
+                # The module chooses frequencies by the largest position; rows of clamped positions are never read.
                 positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]
                 types = () if self._layer_type is None else (self._layer_type,)
                 still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)
                 cos, sin = self.widened(self._rotary(like, positions, *types) if self._turning else still)
-                # Of a model on several devices the module has one of its own.
+                # In a model split over several devices, the rotary module may be on another one.
                 self._tables[key] = tables = cos[0].to(like.device), sin[0].to(like.device)
         return tables
 
     def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tables of the model's, (batch, tokens, columns), as those of whole heads in LLaMA's order."""
+        """Extend the model's tables, (batch, tokens, columns), to whole heads in LLaMA's order."""
         pairs, half = len(self._own), self._half
         if rope[0].shape[-1] == 2 * half == 2 * pairs:
             return rope
-        # No turn: cos 1, sin 0.
+        # Pairs that are not rotated: cos 1, sin 0.
         cos, sin = (pad(part[..., :pairs], (0, half - pairs), value=1.0 - still) for still, part in enumerate(rope))
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
 def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
-    """Rotary tables of every decoder layer of a supported config, one object for all layers that turn alike."""
+    """Return the rotary tables of every decoder layer; layers with the same rotation share one object."""
     types, turning = layer_attention_types(config), family_of(config).turning(config)
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
     kinds = [(kind if by_type else None, turning is None or bool(turning[index])) for index, kind in enumerate(types)]
@@ -126,30 +126,30 @@ def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
 def rotated(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Apply RoPE to (batch, heads, tokens, d_h)."""
     rotated, _ = apply_rotary_pos_emb(states, states[:, :0], *rope)
-    # Some families' tables are float32 in models of 16 bits, and what is turned by them goes back, as here.
+    # Some families have float32 tables in 16-bit models and cast the rotated states back; the same is done here.
     return rotated.to(states.dtype)
 
 
 def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> None:
-    """Refuse positions that do not run along with the slots of the new tokens, in every sequence.
+    """Refuse positions that do not advance in step with the cache slots of the new tokens, in any sequence.
 
-    They may be ahead of the slots by a constant, and behind them by the sequence's left padding.
+    They may be ahead of the slots by a constant, or behind them by the sequence's left padding.
 
     Parameters
     ----------
     position_ids : (batch or 1, tokens)
-        As passed to the model.
-    mask : (batch, slots), or anything else that transformers takes, or None
-        A mask of two dimensions says what is padding, whose positions do not matter. Without one nothing is. Masks
-        that are prepared already (``generate`` with a static cache) do not tell: then equal positions before a run
-        that ends with the last token are padding.
+        Positions passed to the model.
+    mask : (batch, slots), or anything else that transformers accepts, or None
+        A 2-D mask marks padding, whose positions do not matter; without a mask there is no padding. Masks prepared
+        beforehand (``generate`` with a static cache) do not show padding: then equal positions before the run that
+        ends with the last token count as padding.
     start
-        Tokens in the cache.
+        Number of tokens in the cache.
 
     Raises
     ------
     ParameterError
-        For positions that restart (packed sequences) or leave out padding between tokens.
+        For positions that restart (packed sequences) or skip padding between tokens.
     """
     tokens = position_ids.shape[-1]
     slots = torch.arange(tokens, device=position_ids.device) + start
@@ -160,13 +160,13 @@ def check_positions(position_ids: Tensor, mask: Any, start: int | Tensor) -> Non
         if mask is not None:
             attended = mask.to(behind.device) != 0
             padding = attended.int().argmax(dim=-1)
-            # Masks cover all slots up to the new tokens, and may cover more.
+            # Masks cover all slots up to the last new token, and may cover more.
             end = min(attended.shape[-1], int(start) + tokens)
             ignored = ~attended[:, end - tokens : end]
             low, high = behind.masked_fill(ignored, _FAR), behind.masked_fill(ignored, -_FAR)
         low, high = low.amin(-1), high.amax(-1)
-        # A sequence all of whose new tokens are padding has low above high.
-        # Where a prompt has no token at all, transformers goes on from the 0 that it gives padding: one slot ahead.
+        # If all new tokens of a sequence are padding, low is above high.
+        # If a prompt has no tokens, transformers continues from the position 0 of its padding: one slot ahead.
         right = (low > high) | ((low == high) & ((low <= 0) | (low == padding) | (low == padding - 1)))
     else:
         last = behind[:, -1:]

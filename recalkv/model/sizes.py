@@ -1,4 +1,4 @@
-"""Sizes of models and of what they cache, so that tables and timings need neither weights nor a hub."""
+"""Sizes of models and of their caches, so that tables and timings need neither weights nor a hub."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from recalkv.model.families import AttentionGeometry, check_supported, layer_win
 from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
 
 COUNTED_TOKENS = 2048
-"""Length of the sequence at which bits of a cached number are counted."""
+"""Sequence length at which bits per cached element are counted."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What decides a model's weights and cache.
+    """Sizes that determine a model's weights and cache.
 
     Attributes
     ----------
     family
         transformers' ``model_type``.
     attention
-        Sizes of the attention, and the number of layers.
+        Attention sizes, including the number of layers.
     intermediate
         Width of the MLP.
     vocabulary
-        Rows of the embedding.
+        Number of rows of the embedding.
     positions
-        Tokens that the model was made for (``max_position_embeddings``).
+        Maximum context length of the model (``max_position_embeddings``).
     tied
-        Whether the output head is the embedding.
+        Whether the output head is tied to the embedding.
     counted
-        Parameters of the dense model; None where they follow from the sizes, as LLaMA's do.
+        Parameter count of the dense model; None if it follows from the sizes, as for LLaMA.
     windows
-        Sliding window of each layer that caches keys and values, None for all tokens; empty where no layer has one.
+        Sliding window of each layer that caches keys and values, None for all tokens; empty if no layer has one.
     """
 
     family: str
@@ -49,7 +49,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the dense model, a tied head counted once."""
+        """Parameter count of the dense model, with tied embeddings counted once."""
         if self.counted is not None:
             return self.counted
         sizes = self.attention
@@ -59,7 +59,7 @@ class ModelSizes:
         return embeddings + sizes.layers * layer + sizes.hidden
 
     def cached_tokens(self, context: int) -> list[int]:
-        """Tokens that each layer caches of a sequence of so many."""
+        """Return the number of tokens that each layer caches for a sequence of ``context`` tokens."""
         return [min(context, window or context) for window in self.windows or (None,) * self.attention.layers]
 
     @classmethod
@@ -87,7 +87,7 @@ class ModelSizes:
 
 
 def _counted(config: Any, family: Family) -> int:
-    """Parameters of the dense model of a config, dense or compressed, a tied head counted once."""
+    """Count the parameters of the dense model of a dense or compressed config, tied embeddings once."""
     content = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "recalkv")}
     with torch.device("meta"):
         model = family.model_class(family.config_class(**content))
@@ -113,13 +113,13 @@ KNOWN: dict[str, ModelSizes] = {
     "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096),
     "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096),
 }
-"""From the models' published configs; Mistral is v0.2, without a sliding window."""
+"""Sizes from the published configs; Mistral is v0.2, without a sliding window."""
 
 _ALIASES = {"default": "smollm2-135m", "llama-2-13b-chat": "llama-2-13b", "mistral-7b-instruct-v0.2": "mistral-7b"}
 
 
 def known_sizes(name: str, parameter: str) -> ModelSizes:
-    """Sizes of a known model, by its name here or its preset's; ``parameter`` is what the message calls it.
+    """Return the sizes of a known model, by name or preset; ``parameter`` is the name used in the error message.
 
     Raises
     ------
@@ -134,15 +134,15 @@ def known_sizes(name: str, parameter: str) -> ModelSizes:
 
 
 def layer_bytes(layers: Iterable[tuple[int, int]], windows: Iterable[int | None]) -> dict[str, list[int]]:
-    """Bytes of a token's row in each layer, and of a sequence's exact tokens there, as cells record them.
+    """Return the bytes per row and the bytes of exact tokens per sequence of each layer, as recorded by cells.
 
     Parameters
     ----------
     layers
-        Both of each layer.
+        Row bytes and exact bytes of each layer.
     windows
-        Its sliding window, or None. Where some cache fewer than :data:`COUNTED_TOKENS`, ``cached_tokens`` says how many
-        of these each layer caches.
+        Sliding window of each layer, or None. If some layer caches fewer than :data:`COUNTED_TOKENS` tokens, the result
+        also has ``cached_tokens``, the number that each layer caches of these.
     """
     rows, exact = zip(*layers, strict=True)
     tokens = [min(COUNTED_TOKENS, window or COUNTED_TOKENS) for window in windows]

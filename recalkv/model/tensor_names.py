@@ -1,7 +1,7 @@
-"""Where the tensors of a language model are in a checkpoint: transformers' renamings and conversions, one at a time.
+"""Lookup of a language model's tensors in a checkpoint: transformers' renamings and conversions, one tensor at a time.
 
 Mixtures of experts are stored expert by expert and computed as one tensor; multimodal checkpoints hold the language
-model under a prefix. transformers converts whole models as it loads them; here each tensor is had when it is asked for.
+model under a prefix. transformers converts whole models while loading; here each tensor is converted when it is read.
 """
 
 import copy
@@ -18,16 +18,16 @@ _LANGUAGE_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
 class TensorNames:
-    """Names of a language model's tensors, and what of a checkpoint each is made of.
+    """Names of a language model's tensors, and the checkpoint tensors that each is made from.
 
     Parameters
     ----------
     model
-        The language model, of which only names are read.
+        The language model; its weights are not read.
     held
-        Names of what the checkpoint holds.
+        Names of the tensors in the checkpoint.
     within
-        Whether the checkpoint is that of a multimodal model, of which all else is left out.
+        Whether the checkpoint is of a multimodal model; its tensors outside of the language model are left out.
     """
 
     def __init__(self, model: Any, held: Iterable[str], within: bool = False) -> None:
@@ -49,14 +49,14 @@ class TensorNames:
             self._parts.setdefault(name, []).append((pattern, stored))
 
     def language_names(self, held: Iterable[str]) -> dict[str, str]:
-        """What a checkpoint holds of the language model, by names without the prefix of a multimodal one."""
+        """Map each language model name, without multimodal prefix, to its name in the checkpoint."""
         own = {self._name(stored): stored for stored in held}
         return {name: stored for name, stored in own.items() if name is not None}
 
     def _name(self, stored: str) -> str | None:
-        """Name in the language model by itself; None of what is not part of it, or what transformers leaves out.
+        """Return the name in the standalone language model; None if outside it, or ignored by transformers.
 
-        That is what predicts several tokens at once, in some checkpoints.
+        Some checkpoints hold multi-token prediction heads, which transformers ignores.
         """
         if any(pattern.search(stored) for pattern in self._ignored):
             return None
@@ -64,15 +64,15 @@ class TensorNames:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors, as the model has them; what no conversion knows keeps the checkpoint's."""
+        """Names of the tensors in the model; a tensor without conversion keeps its name in the checkpoint."""
         return self._parts.keys()
 
     def held(self, name: str) -> list[str]:
-        """Names in the checkpoint of what a tensor is made of."""
+        """Return the names of the checkpoint tensors that a tensor is made from."""
         return [stored for _, stored in self._parts[name]]
 
     def read(self, name: str, load: Callable[[str], Tensor]) -> Tensor:
-        """One tensor; ``load`` has those of the checkpoint by their names there."""
+        """Read one tensor; ``load`` returns a checkpoint tensor by its name in the checkpoint."""
         parts = self._parts[name]
         if parts[0][0] is None:
             return load(parts[0][1])
@@ -85,7 +85,7 @@ class TensorNames:
 
 
 def _language_name(stored: str) -> str | None:
-    """Name in the language model by itself of a multimodal model's tensor; None of what is not part of it."""
+    """Map a multimodal tensor name to that in the standalone language model; None if it is outside of it."""
     if stored.startswith("lm_head."):
         return stored
     if _LANGUAGE_HEAD.match(stored):

@@ -1,8 +1,8 @@
-"""Values of a latent cache: three equivalent ways to attend over them, and the cost rule between the ways.
+"""Values of a latent cache: three equivalent ways to attend over them, and the cost rule that chooses.
 
 * *Absorbed*: softmax weights times latents, then ``R_v`` per query head; for few queries.
-* *Reconstructed*: values are rebuilt, ``z_v R_v``, and any attention function takes them.
-* *Fused*: ``R_v`` is in the output projection, so contexts over latents are all it wants.
+* *Reconstructed*: values are rebuilt as ``z_v R_v`` and passed to any attention function.
+* *Fused*: ``R_v`` is folded into the output projection, whose input is the context over latents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from recalkv.cache.products import products
 from recalkv.model.families import AttentionGeometry
 
 MAX_EXPLICIT_QUERIES = 64
-"""With more new tokens than this, scores are never materialized: SDPA on rebuilt or padded values."""
+"""Above this number of new tokens, scores are never materialized: SDPA runs on rebuilt or padded values."""
 
 
 def decode_query_limit(geometry: AttentionGeometry, value_rank: int) -> float:
-    """Queries up to which attention over latents costs less per cached token than rebuilding values.
+    """Return the number of queries up to which attention over latents costs less than rebuilding values.
 
-    Absorbed: ``q h r``; reconstructed: ``r n + q h d_h`` multiplications per cached token. The limit is
-    ``r n / (h (r - d_h))`` and infinite for ``r <= d_h``.
+    Multiplications per cached token are ``q h r`` absorbed and ``r n + q h d_h`` reconstructed. The limit is
+    ``r n / (h (r - d_h))``, and infinite for ``r <= d_h``.
     """
     excess = value_rank - geometry.head_dim
     if excess <= 0:
@@ -40,7 +40,7 @@ def latent_context(
     heads: Sequence[int],
     first: int | Tensor,
 ) -> list[Tensor]:
-    """Attention weights times value latents, for few queries; nothing is expanded over heads.
+    """Multiply attention weights and value latents, for few queries; nothing is expanded over heads.
 
     Parameters
     ----------
@@ -49,12 +49,12 @@ def latent_context(
     z_v : (batch, slots, sum of ranks)
         Value latents of all groups.
     mask : (batch or 1, 1 or h, queries, slots) or None
-        Boolean (True attends) or additive. None means causal, and no mask at all for one query, as
-        in transformers.
+        Boolean (True attends) or additive. None means causal for several queries and no mask for one query,
+        as in transformers.
     ranks, heads
         Latent rank and KV heads of each value group.
     first
-        Place of the first query among the slots. A static cache has empty slots after the last query.
+        Slot of the first query. A static cache has empty slots after the last query.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def latent_context(
     batch, h, queries, d_h = query.shape
     h_kv, slots = key.shape[1], key.shape[2]
     n_rep = h // h_kv
-    # Of one type, which they need not be under autocast.
+    # Cast to the dtype of keys, which may differ under autocast.
     grouped = query.reshape(batch, h_kv, n_rep * queries, d_h).to(key.dtype)
     scores = products(grouped, key).view(batch, h, queries, slots) * scaling
     if mask is None and queries > 1:
@@ -71,7 +71,7 @@ def latent_context(
         mask = torch.arange(slots, device=query.device) <= places[:, None]
     if mask is not None:
         if mask.dtype == torch.bool:
-            # A minimum that is finite in float32, too, keeps rows of padding, which attend to nothing, from being NaN.
+            # A minimum that is finite in float32 too keeps padding rows, which attend to nothing, from becoming NaN.
             least = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
             scores = scores.masked_fill(~mask[..., :slots], least)
         else:
@@ -86,7 +86,7 @@ def latent_context(
 
 
 def absorbed_output(context: Tensor, value_up: Tensor, queries_per_kv: int, head_dim: int) -> Tensor:
-    """Apply ``R_v`` after attention: contexts over one group's latents to head outputs.
+    """Apply ``R_v`` after attention, from contexts over the latents of one group to head outputs.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def absorbed_output(context: Tensor, value_up: Tensor, queries_per_kv: int, head
 
 
 def latent_blocks(z: Tensor, heads: int, head_dim: int) -> Iterator[Tensor]:
-    """One group's latents (batch, slots, r) as values of the width that attention functions want.
+    """Split one group's latents, (batch, slots, r), into values of the head size that attention functions expect.
 
     Yields
     ------
