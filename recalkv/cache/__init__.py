@@ -1,1 +1,1 @@
-"""Caches of latents: packed rows, growing layers, the exact window; and products and rotations they share."""
+"""Caches of latents: packed rows, growing layers and the residual window, with shared products and rotations."""

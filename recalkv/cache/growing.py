@@ -1,4 +1,4 @@
-"""A growing cache that does not copy itself: transformers' ``DynamicCache`` writes all of it anew at every step."""
+"""Dynamic cache that appends in place: transformers' ``DynamicCache`` copies itself at every step."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 _LEAST_ROOM = 256
-"""Slots that are reserved ahead, at least."""
+"""Minimum number of slots reserved ahead."""
 
 _ROOM = 8
-"""Part of the tokens' number that is reserved ahead: an eighth."""
+"""Divisor of the number of tokens: an eighth of it is reserved ahead."""
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer whose tokens stand in memory with room after them.
+    """A dynamic layer whose buffers have free slots after the cached tokens.
 
-    ``keys`` and ``values`` are views of that memory, as long as there are tokens. Where others have put tensors in
-    their place (beams, repeated batches), the next update reserves new memory, and copies once.
+    ``keys`` and ``values`` are views of the filled part of these buffers. If other code has replaced them by new
+    tensors (beams, repeated batches), the next update allocates new buffers and copies once.
     """
 
     keys: Tensor
@@ -26,20 +26,20 @@ class GrowingLayer(DynamicLayer):
     _memory: tuple[Tensor, Tensor] | None = None
 
     def activate_past_recording(self) -> None:
-        """Transformers' hook before crops; there is nothing to record."""
+        """Hook of transformers before crops; nothing needs recording."""
         self.record_past = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (batch, heads, tokens, columns) each; returns all tokens."""
+        """Append keys and values, (batch, heads, tokens, columns) each; return those of all tokens."""
         if torch.is_grad_enabled():
-            # What a gradient needs, of latents or of what was multiplied with them, must not be written over.
+            # Tensors saved for backward must not be overwritten in place.
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         tokens = self.get_seq_length()
         total = tokens + key_states.shape[-2]
         if not self._has_room(key_states, total):
-            # As concatenation has it: what comes may be of another type, as after autocast.
+            # Promote dtypes as concatenation does: new states may have another dtype, as under autocast.
             both = zip((self.keys, self.values), (key_states, value_states), strict=True)
             like = [new.to(torch.promote_types(old.dtype, new.dtype)) if tokens else new for old, new in both]
             keys, values = (_reserved(states, total) for states in like)
@@ -53,7 +53,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _has_room(self, states: Tensor, total: int) -> bool:
-        """Whether the tokens stand in the memory and more fit after them."""
+        """Whether the cached tokens are views of the buffers and ``total`` tokens fit."""
         if self._memory is None or self.keys.dim() != states.dim():
             return False
         memory = self._memory[0]
@@ -64,20 +64,20 @@ class GrowingLayer(DynamicLayer):
         return same and self.keys.shape[0] == memory.shape[0] and total <= memory.shape[2]
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self._memory = None
         super().reset()
 
 
 class GrowingCache(DynamicCache):
-    """Transformers' ``DynamicCache`` with layers of full attention that do not copy themselves.
+    """``DynamicCache`` whose full-attention layers append in place.
 
-    Layers of a sliding window are transformers' own.
+    Sliding-window layers are those of transformers.
 
     Parameters
     ----------
     config
-        The model's.
+        Config of the model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -88,13 +88,13 @@ class GrowingCache(DynamicCache):
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """What ``generate`` takes by default: :class:`GrowingCache` for a compressed model, ``DynamicCache`` for others."""
+    """Return the default cache of ``generate``: :class:`GrowingCache` for compressed models, else ``DynamicCache``."""
     return GrowingCache(config) if getattr(config, "recalkv", None) else DynamicCache(config=config)
 
 
 def _reserved(states: Tensor, tokens: int) -> Tensor:
-    """Memory for so many tokens like these, and some more."""
+    """Allocate a buffer like ``states`` for ``tokens`` tokens plus free slots."""
     slots = tokens + max(_LEAST_ROOM, tokens // _ROOM)
-    # It outlives the call: made in inference mode, it could not be written to outside of it.
+    # The buffer outlives the call: if created in inference mode, it could not be written to outside of it.
     with torch.inference_mode(False):
         return states.new_empty((*states.shape[:2], slots, states.shape[-1]))

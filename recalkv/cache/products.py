@@ -1,14 +1,14 @@
-"""Products of queries and cached keys, before they are scaled."""
+"""Products of queries and cached keys, before scaling."""
 
 import torch
 from torch import Tensor
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:
-    """``queries @ keys^T`` in float32 at least, whatever the type of both.
+    """Return ``queries @ keys^T`` in float32 or wider, whatever the dtype of both.
 
-    In a 16-bit type they would be rounded before the largest is taken off, which loses the differences between them
-    where all keys have much in common, as with biases, and overflows float16.
+    In a 16-bit dtype, scores would be rounded before softmax subtracts their maximum. This loses the differences
+    between scores if all keys have a large common part, such as a bias, and overflows float16.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Latents of the newest tokens, kept as they are beside packed rows.
+"""Residual window: exact latents of the newest tokens, kept in addition to packed rows.
 
-A token attends most to those just before it, so that their rounding costs most (docs/quantization.md has how much).
-They stand beside the rows of any of transformers' caches and go with them through beams, crops and resets: the layer
-is replaced by one that knows of them.
+A token attends most to those just before it, so rounding these costs most (measured in docs/quantization.md). The exact
+latents accompany the rows of any cache class of transformers and follow its beam reordering, crops and resets: each
+layer is replaced by a subclass that stores them.
 """
 
 import functools
@@ -15,35 +15,35 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 _SLACK = 32
-"""Tokens kept beyond the window, so that it stays whole when up to as many are cropped, as by assisted decoding. Static
-layers are never cropped, and layers with ``record_past`` are told before they are."""
+"""Tokens kept beyond the window, so that it stays complete when up to this many are cropped, as in assisted decoding.
+Static layers are never cropped, and layers with ``record_past`` are notified before crops."""
 
 _LONGEST_DRAFT = 512
-"""Most new tokens that a layer which is told keeps beyond the window, as all of a draft may be cropped."""
+"""Maximum number of new tokens kept beyond the window by a notified layer, since a whole draft may be cropped."""
 
 
 @functools.cache
 def _with_recent(kind: Any) -> Any:
-    """Make a kind of layers remember, too."""
+    """Return a subclass of a layer class that also keeps exact latents."""
 
     class WithRecent(kind):  # type: ignore[misc]
-        """A layer with the exact latents of its newest tokens, up to the last one.
+        """A layer with the exact latents of its newest tokens.
 
         Attributes
         ----------
         recent : (batch, 1, any, columns) or None
-            A growing layer has as many as there are, a static one always as many: those before the first are not
-            defined.
+            Exact latents up to the last token. Their number is limited by the tokens seen in a dynamic layer but fixed
+            in a static layer, where those before the first token are undefined.
         """
 
         recent: Tensor | None = None
         exact_window = 0
 
         def append_recent(self, latents: Tensor, window: int) -> Tensor:
-            """Add those of new tokens, (batch, 1, tokens, columns); returns them after those of a window and more."""
+            """Append latents of new tokens, (batch, 1, tokens, columns); return them after those kept so far."""
             self.exact_window = window
             if not isinstance(self, StaticLayer):
-                # None where a layer is not told.
+                # None if the layer has no notification of crops.
                 told = getattr(self, "record_past", None)
                 slack = 0 if told is False else _SLACK
                 if told:
@@ -58,11 +58,11 @@ def _with_recent(kind: Any) -> Any:
                         stacklevel=2,
                     )
                 known = latents if self.recent is None else torch.cat([self.recent, latents], dim=2)
-                # Copied, or a prompt's would be kept as a whole.
+                # Copied; otherwise a view would keep the latents of a whole prompt alive.
                 self.recent = known[:, :, -keep:].clone() if known.shape[2] > 2 * keep else known[:, :, -keep:]
                 return known
             if self.recent is None:
-                # It outlives the call, and graphs know it by its address.
+                # The buffer outlives the call, and CUDA graphs refer to it by its address.
                 with torch.inference_mode(False):
                     self.recent = latents.new_zeros(*latents.shape[:2], window, latents.shape[3])
                 if not torch.compiler.is_compiling():
@@ -72,7 +72,7 @@ def _with_recent(kind: Any) -> Any:
             return known
 
         def __reduce__(self) -> Any:
-            # The class has no place where a pickle would find it.
+            # The class is created at run time, so pickle cannot find it by name.
             return _restored, (kind, self.__dict__)
 
         def _replace(self, change: Any) -> None:
@@ -80,19 +80,19 @@ def _with_recent(kind: Any) -> Any:
                 self.recent = change(self.recent)
 
         def reset(self) -> None:
-            """Forget all tokens."""
-            # That of a static cache stays, whose address graphs know: nobody reads what is before the first token.
+            """Drop all tokens."""
+            # A static layer keeps its buffer, to which CUDA graphs refer: latents before the first token are not read.
             if not isinstance(self, StaticLayer):
                 self.recent = None
             super().reset()
 
         def crop(self, *args: Any, **kwargs: Any) -> None:
-            """Forget the last tokens."""
+            """Drop the last tokens."""
             before = self.get_seq_length()
             super().crop(*args, **kwargs)
             gone = before - self.get_seq_length()
             self._replace(lambda recent: recent[:, :, : max(0, recent.shape[2] - gone)])
-            # A new token is in its own window.
+            # The next token takes one place in its window, so the window needs one cached token less.
             if gone and self.recent is not None:
                 left, wanted = self.recent.shape[2], min(self.exact_window - 1, self.get_seq_length())
                 if left < wanted:
@@ -105,7 +105,7 @@ def _with_recent(kind: Any) -> Any:
                     )
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
-            """Take the sequences of these beams."""
+            """Select the sequences of these beams."""
             super().reorder_cache(beam_idx)
             self._replace(lambda recent: recent.index_select(0, beam_idx.to(recent.device)))
 
@@ -124,7 +124,7 @@ def _with_recent(kind: Any) -> Any:
 
 
 def with_recent(cache: Any, layers: Iterable[int]) -> None:
-    """Let these layers of a cache remember, before a compiled graph is given it."""
+    """Make these layers of a cache keep exact latents, before a compiled graph receives the cache."""
     for index in layers:
         layer = cache.layers[index]
         if not hasattr(layer, "recent"):
@@ -132,7 +132,7 @@ def with_recent(cache: Any, layers: Iterable[int]) -> None:
 
 
 def _restored(kind: Any, state: dict[str, Any]) -> Any:
-    """A layer of a kind, in a state: one that was pickled or copied, or had no recent latents yet."""
+    """Create a layer with exact latents from a layer class and a state: pickled, copied, or of a plain layer."""
     made: Any = _with_recent(kind)
     layer = made.__new__(made)
     layer.__dict__.update(state)
@@ -140,21 +140,21 @@ def _restored(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
-    """Keep the exact latents of new tokens in a layer of a cache that has their rows already.
+    """Keep the exact latents of new tokens in a cache layer that already holds their rows.
 
     Parameters
     ----------
     cache
-        Any of transformers'.
+        Any cache of transformers.
     latents : (batch, 1, tokens, columns)
-        Of the new tokens.
+        Latents of the new tokens.
     window
-        Tokens up to a query, itself included, whose latents it is to find.
+        Number of tokens, up to and including the query's, whose exact latents a query reads.
 
     Returns
     -------
     (batch, 1, any, columns)
-        The new ones after all that a window before the first of them holds.
+        The new latents, preceded by all others in the window of the first new token.
     """
     with_recent(cache, [index])
     result: Tensor = cache.layers[index].append_recent(latents, window)

@@ -1,13 +1,13 @@
-"""Random rotations, which make what is rounded look alike in every direction."""
+"""Random rotations, which give values the same distribution in every direction before quantization."""
 
 import torch
 from torch import Tensor
 
 
 def random_rotation(size: int, seed: int, *place: int) -> Tensor:
-    """Random orthogonal matrix, (size, size) float64; the same for the same seed and place.
+    """Return a random orthogonal matrix, (size, size) float64, determined by size, seed and place.
 
-    Any size, unlike a Hadamard matrix; folded into the factors, it costs nothing at run time.
+    Unlike a Hadamard matrix, it has any size; folded into the factors, it costs nothing at run time.
     """
     mixed = seed
     for number in (size, *place):

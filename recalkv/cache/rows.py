@@ -1,9 +1,9 @@
-"""Quantized latents: fewer bits for each cached element, on top of the low rank.
+"""Quantized latents: fewer bits per cached element, on top of the low rank.
 
-One token's latents are one row of bytes, which transformers' own cache classes hold like any tensor: per
-segment (consecutive latents of one group with the same number of bits) a byte for the scale and the packed codes
-(:mod:`recalkv.trellis.rows`). Segments are rotated offline by a random orthogonal matrix, folded into L
-and R, so every latent of a segment looks alike and Gaussian, and one scale per token and segment suffices.
+The latents of one token are packed into one row of bytes, which the cache classes of transformers hold like any
+tensor. A row has, per segment (consecutive latents of one group with the same number of bits), a scale byte and the
+packed codes (:mod:`recalkv.trellis.rows`). Segments are rotated offline by a random orthogonal matrix, folded into L
+and R, so all latents of a segment are similarly distributed and near Gaussian: one scale per token suffices.
 """
 
 import itertools
@@ -20,13 +20,12 @@ _LOOPS = "recalkv.trellis.cpu.rows"
 
 
 class RowLayout:
-    """How the latents of one layer stand in a row of bytes.
+    """Layout of one layer's latents in a row of bytes.
 
     Parameters
     ----------
     groups
-        Segments of each group. A segment whose width is no multiple of :data:`recalkv.trellis.rows.BLOCK` ends with
-        zeros.
+        Segments of each group. A segment is padded with zeros to a multiple of :data:`recalkv.trellis.rows.BLOCK`.
     """
 
     def __init__(self, groups: Sequence[Sequence[Segment]]) -> None:
@@ -35,14 +34,14 @@ class RowLayout:
         self.width, self.row_bytes = sum(segment.width for segment in self.segments), row_bytes(self._whole)
 
     def pack(self, latents: Tensor) -> Tensor:
-        """Latents (..., width) to rows (..., row_bytes) uint8."""
+        """Pack latents (..., width) into rows (..., row_bytes) uint8."""
         parts = latents.float().split([segment.width for segment in self.segments], dim=-1)
         filled = torch.cat([pad(part, (0, -part.shape[-1] % BLOCK)) for part in parts], dim=-1)
         rows: Tensor = _packed(filled, [number for segment in self._whole for number in segment])
         return rows
 
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows (..., row_bytes) uint8 to latents (..., width) of this type."""
+        """Unpack rows (..., row_bytes) uint8 to latents (..., width) of this dtype."""
         loops = compiled(_LOOPS) if serves(rows) else None
         numbers = unpack(rows, self._whole) if loops is None else loops.unpack_rows(rows, self._whole)
         starts = itertools.accumulate((segment.width for segment in self._whole), initial=0)
@@ -50,10 +49,10 @@ class RowLayout:
         return torch.cat([numbers[..., start : start + segment.width] for start, segment in pieces], dim=-1).to(dtype)
 
 
-# An operator, so that what traces a model sees one node: a search goes number by number.
+# A custom operator, so that tracing a model records one node: the trellis search works element by element.
 @torch.library.custom_op("recalkv::pack_rows", mutates_args=())
 def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
-    """Rows of numbers (..., width) float32, of segments given as width and bits one after the other."""
+    """Pack elements (..., width) float32 into rows; ``segments`` alternates the width and bits of each segment."""
     whole = tuple(map(Segment, segments[::2], segments[1::2]))
     loops = compiled(_LOOPS) if serves(numbers) else None
     return pack(numbers, whole) if loops is None else loops.pack_rows(numbers, whole)

@@ -44,8 +44,8 @@ def resolve_precision(setting: str, device: torch.device) -> str:
 def evaluation_precision(setting: str, device: torch.device) -> str:
     """Resolve ``evaluation.precision`` as :func:`resolve_precision` does, except that ``auto`` is float32 on a CPU.
 
-    There, bfloat16 products differ between runs and between processors by a KL divergence of .001 nats, more than a
-    4-bit cache differs from the dense one. Float32 takes a tenth more time.
+    Results in bfloat16 differ from each other, and between processors, by a KL divergence of .001 nats, more than a
+    4-bit cache differs from the dense one. Float32 takes a tenth more time on a CPU.
     """
     return "float32" if setting == "auto" and device.type == "cpu" else resolve_precision(setting, device)
 
