@@ -154,7 +154,7 @@ def remember(cache: Any, index: int, latents: Tensor, window: int) -> Tensor:
     Returns
     -------
     (batch, 1, any, columns)
-        The new latents, preceded by all others in the window of the first new token.
+        The new latents, preceded by the kept ones, which cover the window of the first new token.
     """
     with_recent(cache, [index])
     result: Tensor = cache.layers[index].append_recent(latents, window)

@@ -1,1 +1,1 @@
-"""Stage outputs on disk: whole or refused."""
+"""Stage outputs on disk: complete or refused."""

@@ -1,4 +1,4 @@
-"""Moments of a codec in stores."""
+"""Storage of codec moments."""
 
 import torch
 
@@ -10,7 +10,7 @@ _SIDES = ("key", "value")
 
 
 def put_codec_moments(store: StoreWriter, moments: dict[int, LayerMoments]) -> None:
-    """Write the moments of all layers that attend."""
+    """Write the moments of all attention layers."""
     store.put("layers_that_attend", torch.tensor(sorted(moments), dtype=torch.int64))
     for index, own in moments.items():
         name = layer_name(index)
@@ -22,7 +22,7 @@ def put_codec_moments(store: StoreWriter, moments: dict[int, LayerMoments]) -> N
 
 
 def get_codec_moments(store: StoreReader) -> dict[int, LayerMoments]:
-    """Read what :func:`put_codec_moments` wrote."""
+    """Read the output of :func:`put_codec_moments`."""
     found = {}
     for index in store.get("layers_that_attend").tolist():
         name = layer_name(index)

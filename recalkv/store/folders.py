@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: written under a partial name and moved to their own in one rename."""
+"""Folders that are complete or absent: written under a partial name, then moved to the final name in one rename."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from recalkv.errors import ParameterError, StoreError, telling_full_disk
 
 
 def partial_path(path: Path) -> Path:
-    """Name under which an output is written until it is complete."""
+    """Return the name under which an output is written until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
@@ -22,9 +22,9 @@ def partial_path(path: Path) -> Path:
 def writing_folder(path: Path) -> Iterator[Path]:
     """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
 
-    Leftovers of a killed run are removed first; those of a run that goes on are a :class:`StoreError`. On any error
-    in the block nothing stays behind; a full disk becomes a :class:`StoreError` that says so. What is replaced is moved
-    aside before it is removed: whenever this is interrupted, the old folder or the new one is whole.
+    Leftovers of a killed run are removed first; a folder that another process is still writing raises
+    :class:`StoreError`. An error in the block leaves nothing on disk; a full disk is reported as :class:`StoreError`.
+    A replaced folder is moved aside before it is removed: after an interruption, the old or the new folder is complete.
     """
     partial = partial_path(path)
     held = StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
@@ -48,7 +48,7 @@ def writing_folder(path: Path) -> Iterator[Path]:
 
 
 def _replace_folder(path: Path, new: Path) -> None:
-    """Put a folder in the place of another, or of none, which is moved aside meanwhile, under a name of its own."""
+    """Move ``new`` to ``path``; an existing folder is moved aside under a unique name meanwhile, then removed."""
     if not path.exists():
         new.replace(path)
         return
@@ -69,7 +69,7 @@ def _replace_folder(path: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def _locking(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the block or the process ends; whether no other process has locked it."""
+    """Lock a folder until the block or the process ends; yield whether no other process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     free = True
     try:
@@ -93,16 +93,16 @@ def _held_json(path: Path) -> dict[str, Any]:
 
 
 class Output(NamedTuple):
-    """A kind of folder that this library writes.
+    """A kind of output folder written by this library.
 
     Attributes
     ----------
     name, command
-        What it is called, and the command that makes it.
+        Name of the kind, and the command that writes it.
     made : Path to bool
-        Whether a folder is one.
+        Whether a folder is a complete output of this kind.
     parts
-        Pattern of the files that a run which was killed leaves of it.
+        Glob pattern of the files that a killed run leaves.
     """
 
     name: str
@@ -115,12 +115,12 @@ _CODEC_FILES = {"codec.safetensors", "codec.json", "evaluation.json", "evaluatio
 
 
 def _is_codec(folder: Path) -> bool:
-    # A codec may lie beside its model's weights, which a new codec must not replace.
+    # A codec may share a folder with its model's weights, which a new codec must not replace.
     return _names(folder) <= _CODEC_FILES and "fingerprint" in _held_json(folder / "codec.json")
 
 
 def _names(folder: Path) -> set[str]:
-    # What :func:`write_whole` leaves where it is killed is nothing.
+    # Leftovers of a killed :func:`write_whole` do not count.
     return {entry.name for entry in folder.iterdir() if entry.suffix != ".partial"}
 
 
@@ -134,23 +134,23 @@ CODEC = Output("codec", "fit", _is_codec, "codec.safetensors")
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output = CHECKPOINT) -> None:
-    """Refuse a folder for an output that holds anything else, before there is work to lose.
+    """Refuse an output folder with other content before there is work to lose.
 
     Parameters
     ----------
     out
-        The folder that :func:`writing_folder` is to replace.
+        Folder that :func:`writing_folder` will replace.
     source
-        Folder that is read, None where it is not local.
+        Input folder, None if it is not local.
     overwrite
-        Whether one of the same kind may be replaced.
+        Whether an output of the same kind may be replaced.
     kind
-        Of the output.
+        Kind of the output.
 
     Raises
     ------
     ParameterError
-        Also if ``out`` is ``source`` or the current folder, lies in ``source``, or holds either.
+        Also if ``out`` is ``source`` or the current folder, is inside ``source``, or contains either.
     """
     place, remedy = out.resolve(), "name a new folder"
     if place.exists() and not place.is_dir():
@@ -184,7 +184,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
     partial = partial_path(place)
     if _is_held(partial):
         raise ParameterError(f"{partial} is being written by another process; wait for it, or {remedy}.")
-    # writing_folder removes what is left here.
+    # writing_folder removes an existing partial folder.
     if partial.exists() and not (overwrite and _is_leftover(partial, kind)):
         raise ParameterError(
             f"{partial} is there, perhaps of an interrupted run; remove it, or {remedy}. `recalkv {kind.command} "
@@ -193,7 +193,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether another process writes a folder by :func:`writing_folder`."""
+    """Whether another process is writing a folder in :func:`writing_folder`."""
     if not folder.is_dir():
         return False
     with _locking(folder) as free:
@@ -201,21 +201,21 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_leftover(folder: Path, kind: Output) -> bool:
-    """Whether a partial folder is empty, or holds an output or parts of one, and no other folders."""
+    """Whether a partial folder is empty or holds a complete or partial output, without foreign folders."""
     if not folder.is_dir() or _foreign(folder) or (kind is CODEC and not _names(folder) <= _CODEC_FILES):
         return False
     return any(folder.glob(kind.parts)) or not any(folder.iterdir()) or kind.made(folder)
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Folders that no output of this library holds; tokenizers of several chat templates have one."""
+    """List folders that no output of this library contains; tokenizers with several chat templates have one."""
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name != "additional_chat_templates"
     )
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a text file under a name of this process and rename it, so that it is the old one or the new one."""
+    """Write a text file atomically: under a name unique to this process, then renamed."""
     partial = path.parent / f"{path.name}.{os.getpid()}.partial"
     with telling_full_disk(path.parent):
         try:

@@ -1,4 +1,4 @@
-"""Moments of the loss-aware metric in stores."""
+"""Storage of the moments of the loss-aware metric."""
 
 import torch
 
@@ -16,7 +16,7 @@ def put_loss_moments(store: StoreWriter, name: str, moments: LossMoments) -> Non
 
 
 def get_loss_moments(store: StoreReader, name: str, device: torch.device | None = None) -> LossMoments:
-    """Read what :func:`put_loss_moments` wrote, to a device."""
+    """Read the output of :func:`put_loss_moments` to a device."""
     gram, key, value, mean = (
         store.get(f"{name}/{part}").to(device) for part in ("gram", "key_gradient", "value_gradient", "mean")
     )

@@ -1,12 +1,12 @@
-"""The one way to write and read stage outputs: zarr stores that are whole or refused.
+"""Reading and writing of all stage outputs: zarr stores that are complete or refused.
 
-A store is written under a partial name and moved to its own in one rename after its ``complete`` mark
-is set, so a killed stage leaves nothing that could be mistaken for a result. Each array is one chunk:
-tensors are read whole, and DVC likes few files. Floats that were never written read as NaN, not 0.
+A store is written under a partial name and moved to its final name in one rename after its ``complete`` mark is set,
+so a killed stage leaves nothing that could be mistaken for a result. Each array is one chunk: tensors are read whole,
+and DVC works best with few files. Floats that were never written read as NaN, not 0.
 
-A complete store carries a digest of its arrays, and a store of statistics that of the calibration windows
-it is of: stores of other windows are not read together. A store that is written layer by layer goes on after
-its last whole layer when its stage was interrupted.
+A complete store records a digest of its arrays. A store of statistics also records the digest of its calibration
+windows, so that stores of different windows are not combined. A store that is written layer by layer can be resumed
+after its last complete layer if its stage was interrupted.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ class StoreWriter:
     Attributes
     ----------
     digests
-        Digest of each array put so far, by name.
+        Digest of each array written so far, by name.
     finished
-        Figures of each finished layer (:func:`writing_layers`), those of an interrupted run included.
+        Figures of each finished layer (:func:`writing_layers`), including layers of an interrupted run.
     """
 
     def __init__(self, group: zarr.Group) -> None:
@@ -53,7 +53,7 @@ class StoreWriter:
     def create(
         cls, folder: Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
     ) -> "StoreWriter":
-        """Begin a store in a folder; see :func:`writing_store`."""
+        """Start a store in a folder; see :func:`writing_store`."""
         group = zarr.open_group(folder, mode="w", zarr_format=3)
         attributes: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -65,29 +65,29 @@ class StoreWriter:
         return cls(group)
 
     def complete(self) -> None:
-        """Mark the store as complete and give it its digest."""
+        """Mark the store as complete and record its digest."""
         self._group.attrs.pop("key", None)
         for layer in self.finished:
             self._layer_group(layer).attrs.clear()
         self._group.attrs.update({"complete": True, "digest": self.digest()})
 
     def finish(self, layer: int, **figures: float) -> None:
-        """Mark a layer, all of whose arrays are put: an interrupted run goes on after it. ``figures`` are kept."""
+        """Mark a layer as finished, with all arrays written, so that a resumed run skips it; record ``figures``."""
         self.finished[layer] = figures
         prefix = f"{layer_name(layer)}/"
         own = {name: digest for name, digest in self.digests.items() if name.startswith(prefix)}
         self._layer_group(layer).attrs["finished"] = {"figures": figures, "digests": own}
 
     def figure(self, name: str) -> Tensor:
-        """One figure of all finished layers, (layers,) float64."""
+        """Return one figure for all finished layers, (layers,) float64."""
         return torch.tensor([self.finished[layer][name] for layer in sorted(self.finished)], dtype=torch.float64)
 
     def reader(self) -> "StoreReader":
-        """Read access to the arrays of finished layers."""
+        """Return read access to the arrays written so far."""
         return StoreReader(self._group, Path(str(self._group.store_path)))
 
     def recover(self) -> None:
-        """Take over the finished layers of the run that was interrupted, each checked against its digests."""
+        """Recover the finished layers of an interrupted run, each verified against its digests."""
         reader = self.reader()
         layers = self._group.get("layers")
         for name, node in layers.groups() if isinstance(layers, zarr.Group) else ():
@@ -100,15 +100,15 @@ class StoreWriter:
         return self._group.require_group(layer_name(layer))
 
     def digest(self) -> str:
-        """Digest of all arrays put so far; their order does not matter."""
+        """Return the digest of all arrays written so far, independent of their order."""
         return joint_digest(self.digests)
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
-        """Record parameters that are only known after the work, in place of those given at first."""
+        """Replace the recorded parameters by those known only after the work."""
         self._group.attrs["parameters"] = dict(parameters)
 
     def sign(self, key: str) -> None:
-        """Record the digest of what the content depends on, by which an interrupted store is known again."""
+        """Record the digest of what the content depends on, by which an interrupted store is recognized."""
         self._group.attrs["key"] = key
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -148,7 +148,7 @@ class StoreReader:
         return recorded
 
     def holds(self, digests: Mapping[str, str]) -> bool:
-        """Whether these arrays are there and have these digests."""
+        """Whether these arrays exist and have these digests."""
         return all(name in self._group and self._array_digest(name) == digest for name, digest in digests.items())
 
     def _array_digest(self, name: str) -> str:
@@ -158,7 +158,7 @@ class StoreReader:
 
     @property
     def windows(self) -> str | None:
-        """Digest of the calibration windows that the store is, or is of; None where it does not say."""
+        """Digest of the calibration windows that the store holds or was computed from; None if not recorded."""
         attributes = self.attributes
         return self.digest if attributes.get("stage") == "sample" else attributes.get("windows")
 
@@ -178,19 +178,19 @@ class StoreReader:
             ) from error
 
     def find(self, name: str) -> Tensor | None:
-        """Read one array, or return None where the stage had no reason to write it."""
+        """Read one array, or return None if the stage had no reason to write it."""
         return self.get(name) if name in self._group else None
 
 
 def array_digest(array: np.ndarray) -> str:
-    """SHA-256 of an array's type, shape and bytes, 32 digits (the fastest hash of hashlib on common processors)."""
+    """Hash an array's dtype, shape and bytes: SHA-256, 32 digits (the fastest in hashlib on common processors)."""
     digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:32]
 
 
 def joint_digest(digests: Mapping[str, str]) -> str:
-    """Digest of a store from those of its arrays."""
+    """Return the digest of a store from the digests of its arrays."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:32]
 
@@ -210,7 +210,7 @@ def writing_store(
     parameters
         Parameters that determine the content; plain JSON values.
     windows
-        Digest of the calibration windows that the content is of (:attr:`StoreReader.windows`).
+        Digest of the calibration windows that the content was computed from (:attr:`StoreReader.windows`).
     """
     with writing_folder(Path(path)) as partial:
         store = StoreWriter.create(partial, stage, model, parameters, windows)
@@ -222,11 +222,11 @@ def writing_store(
 def writing_layers(
     path: Path, stage: str, model: str, parameters: Mapping[str, Any], key: str, windows: str | None = None
 ) -> Iterator[StoreWriter]:
-    """As :func:`writing_store`, for a store that is written layer by layer and may be interrupted.
+    """Create a store as in :func:`writing_store`, written layer by layer and resumable after an interruption.
 
     A run that is killed, or stopped by Ctrl-C, leaves the partial store. A later run with the same ``key`` finds the
-    layers that are whole in :attr:`StoreWriter.finished` and need not do them again; any other key starts over. An
-    ordinary error removes the partial store.
+    complete layers in :attr:`StoreWriter.finished` and can skip them; any other key starts over. An ordinary error
+    removes the partial store.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def writing_layers(
 
 
 def _interrupted(partial: Path, key: str) -> StoreWriter | None:
-    """What an interrupted run with this key left; None where there is nothing to go on from."""
+    """Open the partial store of an interrupted run with this key; None if there is nothing to resume."""
     try:
         group = zarr.open_group(partial, mode="r+")
         if group.attrs.get("key") != key:
@@ -268,17 +268,17 @@ def _interrupted(partial: Path, key: str) -> StoreWriter | None:
 
 
 def layer_name(index: int) -> str:
-    """Name of a layer's group in a store."""
+    """Return the name of a layer's group in a store."""
     return f"layers/{index:03d}"
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Digest of plain JSON values."""
+    """Return the SHA-256 digest of plain JSON values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def source_digest(folder: Path) -> str:
-    """Digest of a package's source files."""
+    """Return the SHA-256 digest of a package's source files."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -291,7 +291,7 @@ def open_store(path: str | Path, stage: str, model: str | None = None) -> StoreR
     Raises
     ------
     StoreError
-        If it is missing, unfinished, of another stage or schema, or from another model.
+        If the store is missing, unfinished, of another stage or schema, or from another model.
     """
     path = Path(path)
     remedy = f"run `dvc repro {stage}`"
