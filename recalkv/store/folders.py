@@ -208,7 +208,7 @@ def _is_leftover(folder: Path, kind: Output) -> bool:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """List folders that no output of this library contains; tokenizers with several chat templates have one."""
+    """List subfolders that are not part of an output; tokenizers with several chat templates legitimately have one."""
     return sorted(
         entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name != "additional_chat_templates"
     )
