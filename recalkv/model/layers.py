@@ -64,7 +64,7 @@ class LayerSource(ABC):
             attention = self.family.attention_implementation
             self._skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
         self._weights = held.weight_types(self.stored_types())
-        # Imported here because it takes transformers seconds.
+        # Imported here because the import takes seconds.
         from recalkv.model.tensor_names import TensorNames
 
         self._tensor_names = TensorNames(self._skeleton, self._weights, within)
@@ -136,7 +136,7 @@ class LayerSource(ABC):
         return {name: self.stored(held) for name, held in own.items() if not name.startswith("model.layers.")}
 
     def stored_layer(self, place: int, without: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Return a layer's tensors as stored, by names within the layer; omit ``without`` and the companions."""
+        """Return a layer's tensors as stored, by names within the layer, except ``without`` and companions."""
         prefix = f"model.layers.{place}."
         origins = {origin for weight in without for origin in self._tensor_names.held(prefix + self._joined(weight)[0])}
         left_out = {name for origin in origins for name in self.held.beside(origin)}
@@ -206,7 +206,7 @@ class LayerSource(ABC):
 
     def context(self, hidden: Tensor) -> dict[str, Any]:
         """Return positions, rotary tables and causal masks for windows of this shape; the last shape is cached."""
-        # Imported here because it takes transformers seconds, and not every reader of a layer's weights runs it.
+        # Imported here because the import takes seconds, and not every reader of a layer's weights runs it.
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         if hidden.shape != self._context_for:

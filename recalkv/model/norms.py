@@ -11,7 +11,7 @@ def epsilon(norm: Any) -> float:
 
 
 def norm_like(norm: Any) -> nn.Module:
-    """Create a norm of the same class, width and epsilon, not on the meta device."""
+    """Create a norm of the same class, width and epsilon on the current default device."""
     made: nn.Module = type(norm)(norm.weight.numel(), eps=epsilon(norm))
     return made
 

@@ -303,7 +303,7 @@ class _Mxfp4(StoredWeights):
                 f"{module}_scales has the shape {tuple(scales.shape)}; blocks of {tuple(blocks.shape)} have one for "
                 f"each row of bytes, {tuple(blocks.shape[:-1])}: download the checkpoint again."
             )
-        # Imported here because it takes transformers seconds.
+        # Imported here because the import takes seconds.
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
