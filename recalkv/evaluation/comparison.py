@@ -208,7 +208,7 @@ def compare(
 
 
 def _dtypes(folders: Set[Path], precision: str, device: torch.device) -> dict[Path, torch.dtype]:
-    """Return the dtype of each model: the evaluation dtype if the weights fit, else the one of the checkpoint."""
+    """Return each model's dtype: the evaluation dtype if all fit, else the checkpoint's; refuse weights that do not."""
     own = {folder: checkpoint_dtype(folder) for folder in folders}
     stored = {folder: sum(file.stat().st_size for file in weight_files(folder)) / 2**20 for folder in folders}
     free = available_mib(device)
