@@ -155,7 +155,7 @@ class Step:
         positions = torch.arange(self._context, device=self.states.device)[None]
         # RoPE tables of all positions at once: some frequencies depend on the sequence length.
         rope = self.module.rope(self.states, positions)
-        # The last token is a chunk of its own, as in the decoding step.
+        # The last token is a separate chunk, as in the decoding step.
         before = self.states[:, :-1].split(_CHUNK, dim=1) if self._context > 1 else ()
         for chunk in (*before, self.states[:, -1:]):
             here = slice(start, start + chunk.shape[1])

@@ -32,7 +32,7 @@ _META_BITS = 16
 
 @dataclass(frozen=True)
 class CacheQuantizer:
-    """One way to round a dense cache.
+    """Simulated quantization of a dense cache.
 
     Attributes
     ----------

@@ -12,7 +12,7 @@ from recalkv.reports import tables
 GIB = 2**30
 WEIGHT_BYTES = 2
 CONTEXTS = tuple(1024 << step for step in range(2, 8))
-"""4K to 128K tokens."""
+"""Context lengths: 4K to 128K tokens."""
 MEMORIES_GIB = (24, 80, 141)
 _SEQUENCES = (4096, 32768)
 BITS = (16, 8, 4, 3, 2)
@@ -39,7 +39,7 @@ def table(sizes: ModelSizes, own: Sequence[int] | None = None) -> dict[str, dict
     Parameters
     ----------
     sizes
-        The model.
+        Sizes of the model.
     own
         Bytes per token of each layer of a checkpoint that gets an additional row.
 

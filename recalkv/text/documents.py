@@ -24,7 +24,7 @@ _NEWS = "test/test_data/lee_background.cor"
 _LOCAL = (".txt", ".raw", ".json", ".jsonl")
 _TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _MOST = 10_000
-"""Rows read from a dataset without a short name, unless another number is requested."""
+"""Rows read from a hub dataset without a short name, unless another number is requested, or from a stream."""
 
 
 @dataclass(frozen=True)

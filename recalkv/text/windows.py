@@ -27,7 +27,7 @@ class Windows:
         Token ids.
     documents : (windows,) int64
         Index of each window's document. Measurements on windows of one document are not independent, so standard
-        errors are computed over documents. In text without documents, each window has an index of its own.
+        errors are computed over documents. In text without documents, each window has a separate index.
     """
 
     tokens: Tensor
@@ -59,7 +59,7 @@ def joined_tokens(tokenizer: Any, documents: Sequence[Document]) -> Tensor:
 
 
 def consecutive_windows(tokens: Tensor, window: int, max_windows: int | None = None) -> Windows:
-    """Cut joined text into non-overlapping consecutive windows, up to ``max_windows`` (GPTQ's protocol).
+    """Cut joined text into non-overlapping consecutive windows, up to ``max_windows``; drop the rest (GPTQ's protocol).
 
     Raises
     ------
@@ -207,7 +207,7 @@ def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1) -> 
     result, generator = windows.clone(), torch.Generator().manual_seed(seed)
     for number in range(samples if count > 1 else 0):
         turn, text = divmod(number, texts)
-        # Stagger the texts, so that a small number of changed windows does not fall on one turn.
+        # Stagger the texts, so that a small number of changed windows do not all fall on one turn.
         place = turn + texts - text
         if int(place * fraction) > int((place - 1) * fraction):
             passages, order = result[number, :half].view(count, _PASSAGE), torch.arange(count)
