@@ -73,7 +73,7 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
             continue
         keys, values, recent = held
         if recent is not None:
-            # Before the rows: added later, they would count as new tokens whose preceding exact window is missing.
+            # Before the rows: added later, the latents would count as new, with those before them missing.
             window = model.config.recalkv["exact_window"]
             remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
         length = keys.shape[2]

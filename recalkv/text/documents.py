@@ -29,7 +29,7 @@ _MOST = 10_000
 
 @dataclass(frozen=True)
 class _HubSet:
-    """Hub dataset behind a short name, and the names of its splits."""
+    """Hub dataset that a short name refers to, and the names of its splits."""
 
     id: str
     field: str = "text"

@@ -40,7 +40,7 @@ class Windows:
 def document_tokens(tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
     """Return the token ids of each document, (tokens,) int64, with the blank line that separates a text from the next.
 
-    Conversations are rendered with the tokenizer's chat template, which ends them without a blank line.
+    Conversations are rendered with the tokenizer's chat template, which ends them itself, so no blank line is added.
     """
     # Tokenize documents separately: on a whole corpus as one string, tokenizers take quadratic time or worse.
     ends = ["\n\n" if isinstance(each, str) else "" for each in documents[:-1]] + [""]
