@@ -1,8 +1,8 @@
-"""One attention module in one decoding step: that it does it right, and how long it takes.
+"""Check and time one attention module in one decoding step.
 
-A step reads one new token's state, writes it to a full cache's last slot and attends to all of it. The
-projections are part of it on every side. Nothing is timed before its output has been compared with attention
-in float64 over the reconstructed keys and values.
+A step takes the hidden state of one new token, writes the token to the last slot of a full cache and attends to the
+whole cache. Projections are included for dense and compressed modules alike. A module is timed only after its output
+has been compared with float64 attention over the reconstructed keys and values.
 """
 
 import dataclasses
@@ -26,28 +26,28 @@ from recalkv.model.rotary import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
 
 BASELINES = {"eager": "transformers' eager attention", "sdpa": "SDPA"}
-"""What compressed steps are compared with, by the names of the metrics: SDPA where it knows the family's softmax."""
+"""Baselines of compressed steps, by metric name; SDPA wherever it supports the softmax of the model family."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest error of a step's output, relative to the reference's norm."""
+"""Largest error of a step's output, relative to the norm of the reference output."""
 
 _CHUNK = 256
 
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """One layer's attention, dense or latent, with what its step needs.
+    """Attention of one layer, dense or latent, with everything that a decoding step needs.
 
     Attributes
     ----------
     attention
         transformers' module, or :class:`recalkv.model.attention.LatentAttention`.
     norm
-        The norm before it; the identity where it reads the residual stream.
+        Norm before the attention; the identity if the attention reads the residual stream directly.
     rotary
-        The model's rotary module; None where it has none.
+        Rotary module of the model; None if the model has none.
     layer
-        Its place among the decoder layers.
+        Index of the decoder layer.
     """
 
     attention: Any
@@ -57,32 +57,32 @@ class AttentionModule:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self.attention.o_proj.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its weights."""
+        """Dtype of the weights."""
         return self.attention.o_proj.weight.dtype
 
     @property
     def kind(self) -> str:
-        """What it attends by, in transformers' words."""
+        """Attention type of the layer, as transformers names it."""
         return layer_attention_types(self.attention.config)[self.layer]
 
     @functools.cached_property
     def slots(self) -> SlotRotary:
-        """Rotary tables, as compressed models have them."""
+        """Rotary tables by slot, the same as in compressed models."""
         return layer_slots(self.attention.config, self.rotary)[self.layer]
 
     def rope(self, states: Tensor, positions: Tensor) -> Any:
-        """What the model hands the module of its rotary tables; None where it has none."""
+        """Return the position embeddings that the model passes to the module; None without a rotary module."""
         if self.rotary is None:
             return None
         return self.rotary(states, positions, *([self.kind] if isinstance(self.rotary.rope_type, dict) else []))
 
     def attend(self, states: Tensor, rope: Any, positions: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
-        """Output of the module."""
+        """Return the output of the module."""
         output: Tensor = self.attention(
             hidden_states=states,
             position_embeddings=rope,
@@ -94,14 +94,14 @@ class AttentionModule:
 
 
 def module_of(model: Any, layer: int) -> AttentionModule:
-    """The attention of a decoder layer."""
+    """Return the attention of a decoder layer."""
     block, norm = model.model.layers[layer], family_of(model.config).input_norm
     before = nn.Identity() if norm is None else getattr(block, norm)
     return AttentionModule(block.self_attn, before, model.model.rotary_emb, layer)
 
 
 def typical_layer(config: Any) -> int:
-    """Place of the layer whose cached ranks are nearest to the layers' mean; of full attention where there is one."""
+    """Return the index of the layer whose total cached rank is closest to the mean; full-attention layers go first."""
     types, places = layer_attention_types(config), attention_layers(config)
     widths = [layer.cached_elements for layer in LatentSpec.from_config(config).layers]
     far = {place: abs(width - sum(widths) / len(widths)) for place, width in zip(places, widths, strict=True)}
@@ -110,7 +110,7 @@ def typical_layer(config: Any) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One kind of step, measured; of the same kind, times of several rounds add up."""
+    """Measurement of one kind of step; adding two of the same kind pools their runs."""
 
     name: str
     detail: str
@@ -122,16 +122,16 @@ class StepTime:
 
 
 class Step:
-    """One module at one context: random states, the cache that they leave, and the output that is right.
+    """One module at one context length: random hidden states, the cache they produce, and the reference output.
 
     Parameters
     ----------
     module
-        What is timed.
+        Module to time.
     context
-        Tokens attended to, the new one included.
+        Tokens attended to, including the new one.
     seed
-        Of the states.
+        Seed of the random hidden states.
     """
 
     def __init__(self, module: AttentionModule, context: int, seed: int = 0) -> None:
@@ -153,9 +153,9 @@ class Step:
     def _contents(self) -> tuple[Tensor, Tensor]:
         recorder, start = Recorder(), 0
         positions = torch.arange(self._context, device=self.states.device)[None]
-        # Of all at once: some frequencies depend on the length.
+        # RoPE tables of all positions at once: some frequencies depend on the sequence length.
         rope = self.module.rope(self.states, positions)
-        # The last token by itself, as the step will take it.
+        # The last token is a separate chunk, as in the decoding step.
         before = self.states[:, :-1].split(_CHUNK, dim=1) if self._context > 1 else ()
         for chunk in (*before, self.states[:, -1:]):
             here = slice(start, start + chunk.shape[1])
@@ -167,12 +167,12 @@ class Step:
 
     @torch.no_grad()
     def measure(self, name: str, repeats: int, detail: str = "") -> StepTime:
-        """Time the module as it is, over a static cache.
+        """Check and time the module as it is configured, over a static cache.
 
         Raises
         ------
         CheckpointError
-            If the output is not the reference's.
+            If the output differs from the reference output.
         """
         module, device = self.module, self.module.device
         states = self.states[:, -1:].contiguous()
@@ -186,7 +186,7 @@ class Step:
         return StepTime(name, detail, time_calls(calls, device, repeats), error)
 
     def _full(self) -> FullCache:
-        """The cache, in memory of its own."""
+        """Return a copy of the full cache."""
         recent = None if self._recent is None else self._recent[:, :, -self._window :].clone()
         return FullCache(self._keys.clone(), self._values.clone(), recent)
 
@@ -195,7 +195,7 @@ class Step:
         error = float(((output[:, 0].double() - expected).norm(dim=-1) / expected.norm()).max())
         limit = TOLERANCE.get(self.module.dtype, 1e-3)
         if getattr(self.module.attention, "key_rows", None) is not None:
-            # A CPU multiplies what rows are unpacked to in 16 bits.
+            # On a CPU, unpacked rows are multiplied in 16 bits.
             limit = max(limit, TOLERANCE[torch.float16])
         if not error <= limit:
             raise CheckpointError(
@@ -207,7 +207,7 @@ class Step:
 
 
 def dense_step(step: Step, repeats: int) -> StepTime:
-    """Time the dense module by the attention that its family takes, SDPA by the fastest backend."""
+    """Time the dense module with the attention implementation of its family; for SDPA, the fastest backend."""
     implementation = family_of(step.module.attention.config).attention_implementation
     with attention_function(step.module, implementation):
         if implementation == "eager":
@@ -216,7 +216,7 @@ def dense_step(step: Step, repeats: int) -> StepTime:
 
 
 def _sdpa(step: Step, repeats: int) -> Iterator[StepTime]:
-    """SDPA by each backend that takes these shapes; on a CPU by torch's choice."""
+    """Time SDPA with each backend that supports these shapes; if none does, or on a CPU, with the one torch chooses."""
     backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     found = False
     for backend in backends if step.module.device.type == "cuda" else ():
@@ -233,7 +233,7 @@ def _sdpa(step: Step, repeats: int) -> Iterator[StepTime]:
 
 @contextmanager
 def attention_function(module: AttentionModule, name: str) -> Iterator[None]:
-    """Let the module use an attention function of transformers for a while."""
+    """Temporarily switch the module to a registered attention function of transformers."""
     config = module.attention.config
     before = config._attn_implementation
     config._attn_implementation = name

@@ -1,7 +1,7 @@
-"""Compare a compressed model with the dense one: bytes, loss, hidden numbers, tasks and speed.
+"""Compare a compressed model with the dense one: cache bytes, loss, needle retrieval, tasks and speed.
 
-One model is in memory at a time. The dense model is measured first and leaves its last hidden states on the windows,
-with which the compressed one is compared.
+One model is in memory at a time. The dense model is measured first; its last hidden states on the evaluation windows
+are kept, and the compressed model is compared with them.
 """
 
 import sys
@@ -47,22 +47,22 @@ _CACHED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured.
+    """Settings of a comparison.
 
     Attributes
     ----------
     evaluation
-        Windows; those after ``prefill`` tokens are decoded one by one through the cache.
+        Evaluation windows; tokens of a window after the first ``prefill`` are decoded one by one through the cache.
     needle
-        Hidden numbers, or None.
+        Needle retrieval, or None to skip it.
     contexts
-        Tokens that timed steps attend to.
+        Context lengths of the timed decoding steps.
     steps
-        Timed steps at each.
+        Timed steps at each context length.
     tasks
-        lm-eval's tasks, each with a local file or None for the hub.
+        lm-eval tasks, each with a local file, or None to load the items from the hub.
     limit
-        Items of each task.
+        Number of items of each task.
     """
 
     evaluation: EvaluationParams
@@ -79,7 +79,7 @@ FULL = Wanted(
     contexts=(1024, 4096),
     steps=16,
 )
-"""A few minutes for a model of 135 million parameters on two cores."""
+"""Full comparison: a few minutes for a model of 135 million parameters on two cores."""
 
 QUICK = Wanted(
     EvaluationParams(window=256, max_windows=8, prefill=224),
@@ -87,32 +87,32 @@ QUICK = Wanted(
     contexts=(512,),
     steps=8,
 )
-"""At most a minute there."""
+"""Quick comparison: at most a minute for the same model on the same cores."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one model did.
+    """Measurements of one model.
 
     Attributes
     ----------
     texts
-        Of each text, its windows and the model's losses on them; the dense model's with its hidden states.
+        Windows of each text, with the dense model's losses and hidden states; empty for a compressed model.
     against
-        Of each text, the figures beside the dense model; None for that itself.
+        Comparison with the dense model on each text; None for the dense model.
     bytes_per_token, window_bytes, state_bytes
-        Of a live cache: of a token, of a sequence's exact latents beside its rows, and of the states of layers that
-        keep one instead of keys and values.
+        Bytes of a live cache: per token, per sequence for exact latents or tokens beside the packed rows, and per
+        sequence for the states of layers that keep a state instead of keys and values.
     dtype
-        Of the model's weights and its exact cache.
+        Dtype of the weights and of the uncompressed cache.
     parameters
-        Tied ones once.
+        Number of parameters, tied ones counted once.
     needle
         :data:`recalkv.evaluation.suites.needle.SCORES` of every number, (3, lengths, trials, depths), or None.
     speed
-        Time of a step at each context.
+        Decoding step times at each context length.
     tasks
-        Answers of each.
+        Scores of each task.
     """
 
     texts: Mapping[str, MeasuredText]
@@ -128,17 +128,17 @@ class Measured:
 
 
 def positions_of(folder: Path) -> int:
-    """Positions that a checkpoint's language model has; no bound where it names none."""
+    """Return the maximum number of positions of a checkpoint's language model; ``sys.maxsize`` if it names none."""
     register()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def possible(wanted: Wanted, positions: int, text: int = sys.maxsize) -> Wanted:
-    """The same without lengths that exceed the model's positions, or for prompts the tokens of the text."""
+    """Drop lengths that exceed the positions of the model or, for needle prompts, the number of tokens of the text."""
     window, prefill = wanted.evaluation.window, wanted.evaluation.prefill
     if window > positions:
-        # The same part of a window is decoded.
+        # Keep the decoded fraction of a window.
         shorter = {"window": positions, "prefill": prefill and max(1, prefill * positions // window)}
         wanted = replace(wanted, evaluation=wanted.evaluation.model_copy(update=shorter))
     needle = wanted.needle
@@ -158,30 +158,30 @@ def compare(
     device: torch.device,
     progress: Callable[[str], object] = lambda step: None,
 ) -> tuple[dict[str, Any], LatentSpec | Codec]:
-    """Measure the dense model, and then a compressed one, or the same with a codec.
+    """Measure the dense model, then the compressed model or the dense model with a codec.
 
     Parameters
     ----------
     own
-        Folder of the compressed model, or a codec of the dense one.
+        Folder of the compressed model, or a codec for the dense model.
     dense
         Folder of the dense model.
     windows, haystack, wanted, progress
-        As those of :func:`measure`.
+        Same as in :func:`measure`.
     device
-        Where they run.
+        Device that both models run on.
 
     Returns
     -------
     dict, LatentSpec or Codec
-        :func:`figures`, and what is cached.
+        Result of :func:`figures`, and the description of the compressed cache.
 
     Raises
     ------
     CheckpointError
-        If the first is not a compressed model, or a codec of another model.
+        If ``own`` is not a compressed model, or is a codec of another model.
     ModelUnavailableError
-        If the device has not the memory for one of them.
+        If the device has too little memory for one of the models.
     """
     register()
     folder = dense if isinstance(own, Codec) else own
@@ -192,7 +192,7 @@ def compare(
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = load_model(dense, device, dtypes[dense])
     if isinstance(own, Codec):
-        stop_codec(use_codec(model, own))  # another model's is known before the work
+        stop_codec(use_codec(model, own))  # refuse a codec of another model early
     progress("dense")
     first = measure(model, tokenizer, windows, haystack, wanted, None, progress)
     if isinstance(own, Codec):
@@ -208,7 +208,7 @@ def compare(
 
 
 def _dtypes(folders: Set[Path], precision: str, device: torch.device) -> dict[Path, torch.dtype]:
-    """Type of each model: that of evaluations where the weights fit so, else its own; refused where that does not."""
+    """Return each model's dtype: the evaluation dtype if all fit, else the checkpoint's; refuse weights that do not."""
     own = {folder: checkpoint_dtype(folder) for folder in folders}
     stored = {folder: sum(file.stat().st_size for file in weight_files(folder)) / 2**20 for folder in folders}
     free = available_mib(device)
@@ -237,19 +237,19 @@ def measure(
     Parameters
     ----------
     model, tokenizer
-        Dense or compressed, and its tokenizer.
+        Dense or compressed model, and its tokenizer.
     windows
-        Of each text by its name.
+        Evaluation windows of each text, by name of the text.
     haystack : (tokens,) int64
         Text to hide numbers in.
     wanted
-        What is measured.
+        Settings of the comparison.
     dense
-        What the dense model did, on the same windows; None where this is that model.
+        Measurements of the dense model on the same windows; None if ``model`` is the dense model.
     progress
-        Called with the name of each step before it.
+        Called before each step with the name of the step.
     """
-    # What depends on data that may be out of reach comes first.
+    # Tasks come first because their data may be unavailable.
     tasks = []
     if wanted.tasks:
         progress("tasks")
@@ -280,10 +280,10 @@ def measure(
 
 
 def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wanted: Wanted) -> dict[str, Any]:
-    """All figures as JSON has them; those of the first text stand under ``perplexity``.
+    """Return all figures as plain JSON values; those of the first text are under ``perplexity``.
 
-    Nats are per token, bytes of a live cache; accuracies and digits found are fractions, their errors over prompts or
-    items. Rates are tokens per second of one sequence, median and quartiles.
+    Losses and divergences are nats per token, and bytes are those of a live cache. Accuracies and digits found are
+    fractions with standard errors over items or prompts. Rates are tokens per second at batch 1: median and quartiles.
     """
     assert compressed.against is not None
     sides = {"dense": dense, "compressed": compressed}
@@ -293,7 +293,7 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
         if isinstance(spec, LatentSpec)
         else spec.dense_bytes_per_token
     )
-    # A cache of few tokens does not fill a long window of latents.
+    # The live cache holds too few tokens to fill a long residual window.
     window = spec.window_bytes(compressed.dtype.itemsize) if isinstance(spec, LatentSpec) else compressed.window_bytes
     length = int(compressed.against[first]["tokens_per_window"])
     found: dict[str, Any] = {
@@ -329,7 +329,7 @@ def _rates(timing: Timing) -> dict[str, float]:
 
 
 def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
-    """Digits found, by length and by depth of each."""
+    """Return the fraction of digits found, by length and by depth within each length."""
     assert scores is not None
     digits = scores[SCORES.index("digits")]
     prompts = digits.mean(2)
@@ -337,11 +337,11 @@ def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
     for length, own, each in zip(wanted.lengths, digits, prompts, strict=True):
         depths = {f"{depth:g}": float(own[:, place].mean()) for place, depth in enumerate(wanted.depths)}
         lengths[str(length)] = {"found": float(each.mean()), "standard_error": _error(each), "depths": depths}
-    # What lengths differ by is no error of theirs.
+    # Differences between lengths are not part of the error.
     errors = torch.tensor([_error(each) for each in prompts])
     return {"found": float(prompts.mean()), "standard_error": float(errors.norm() / len(errors)), "lengths": lengths}
 
 
 def _error(values: Tensor) -> float:
-    """Standard error of the mean; 0 of a single value."""
+    """Return the standard error of the mean; 0 for a single value."""
     return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0

@@ -1,7 +1,7 @@
-"""The whole model: time of a prompt, and of single tokens at a context and batch.
+"""Time the whole model: the prefill of a prompt, and decoding steps at a given context length and batch size.
 
-When single tokens are timed, the cache's contents are those of a short random prompt, repeated up to the context: the
-prefill of a long prompt says nothing about decoding.
+Before decoding is timed, the cache is filled by repeating the cache contents of a short random prompt up to the context
+length: prefilling a long prompt would add nothing to a measurement of decoding.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from recalkv.evaluation.resources import now
 from recalkv.evaluation.timing import Timing
 
 CACHES = ("growing", "static")
-"""What ``generate`` takes by default, and transformers' StaticCache. The dense model's default is transformers'
-DynamicCache, which copies itself at every step."""
+"""Kinds of cache: the default of ``generate()``, and transformers' StaticCache. For the dense model, the default is
+transformers' DynamicCache, which copies the whole cache at every step."""
 
 Contents = list[Any]
-"""What every layer caches of the prompt: keys and values, (1, heads, tokens, width) each, and the exact latents or
-None; of a layer that keeps states instead, these."""
+"""Cache contents of a prompt, by layer: keys and values, (1, heads, tokens, width) each, and the exact latents or None;
+for a layer that keeps states instead of keys and values, the states."""
 
 _PROMPT_TOKENS = 64
 _WARM_UP = 1
@@ -34,7 +34,7 @@ _PREFILLS = 3
 
 @torch.no_grad()
 def prompt_contents(model: Any, seed: int = 0) -> Contents:
-    """What the model caches of random tokens."""
+    """Return the cache contents of a prompt of random tokens."""
     cache = DynamicCache(config=model.config)
     model(_random_ids(model, _PROMPT_TOKENS, seed), past_key_values=cache, logits_to_keep=1)
     return [kept_states(layer) or (layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
@@ -42,14 +42,14 @@ def prompt_contents(model: Any, seed: int = 0) -> Contents:
 
 def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    # Of a multimodal model loaded whole, its language model's.
+    # For a whole multimodal model, use the vocabulary of its language model.
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(model.device)
 
 
 @torch.no_grad()
 def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
-    """Time of one prompt of random tokens up to its first answer, a few times."""
+    """Time the prefill of a prompt of random tokens up to the next-token logits, a few times."""
     ids, seconds = _random_ids(model, tokens, seed), []
     for _ in range(_PREFILLS):
         cache = DynamicCache(config=model.config)
@@ -60,9 +60,9 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
 
 
 def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, slots: int) -> Any:
-    """A cache of this kind that holds so many tokens."""
+    """Return a cache of the given kind that holds ``tokens`` tokens."""
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
-    if "recalkv_before" in vars(model):  # a codec's rows cannot be repeated as they are
+    if "recalkv_before" in vars(model):  # rows of a codec cannot simply be repeated
         model(_random_ids(model, tokens, 0).repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
         return cache
     for index, held in enumerate(contents):
@@ -73,11 +73,11 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
             continue
         keys, values, recent = held
         if recent is not None:
-            # Before the rows: after them they would be those of new tokens, whose own windows are not there.
+            # Before the rows: added later, the latents would count as new, with those before them missing.
             window = model.config.recalkv["exact_window"]
             remember(cache, index, recent[:, :, -window:].repeat(batch, 1, 1, 1), window)
         length = keys.shape[2]
-        # A static cache is filled piece by piece, so that it is never in memory twice.
+        # Fill a static cache piece by piece, so that its contents are never in memory twice.
         pieces = [length] * (tokens // length) + [tokens % length] if kind == "static" else [tokens]
         for piece in filter(None, pieces):
             copies = -(-piece // length)
@@ -90,27 +90,27 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
 def time_decoding(
     model: Any, contents: Contents, kind: str, batch: int, context: int, steps: int
 ) -> tuple[Timing, Tensor]:
-    """Time of one token of every sequence, greedy, without CUDA graphs.
+    """Time greedy decoding steps of a batch, without CUDA graphs.
 
     Parameters
     ----------
     model
-        Dense or compressed.
+        Dense or compressed model.
     contents
         :func:`prompt_contents` of this model.
     kind
-        Of :data:`CACHES`.
+        One of :data:`CACHES`.
     batch
-        Sequences.
+        Number of sequences.
     context
-        Tokens that the last step attends to.
+        Number of tokens that the last step attends to.
     steps
-        Timed steps; fewer where the context is shorter.
+        Number of timed steps; fewer if the context is too short.
 
     Returns
     -------
     Timing, (batch, vocabulary)
-        And the logits of the first step, which must not depend on the kind of cache.
+        Step times, and the logits of the first step, which must not depend on the kind of cache.
     """
     steps = min(steps, context - _WARM_UP - 1)
     cache = _filled(model, contents, kind, batch, context - steps - _WARM_UP, context)
@@ -128,7 +128,7 @@ def time_decoding(
 
 
 def check_same(logits: dict[str, Tensor], what: str) -> None:
-    """Raise :class:`CheckpointError` unless the logits over all kinds of cache are the same to rounding."""
+    """Raise :class:`CheckpointError` unless the logits of all kinds of cache agree up to rounding."""
     (_, first), *others = logits.items()
     limit = TOLERANCE.get(first.dtype, 1e-3)
     for kind, other in others:
@@ -141,7 +141,7 @@ def check_same(logits: dict[str, Tensor], what: str) -> None:
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """The largest number that fits, to 1 in 64: doubling, then halving the gap; 0 if 1 does not fit."""
+    """Return the largest number that fits, to within 1/64, by doubling and then bisection; 0 if 1 does not fit."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high

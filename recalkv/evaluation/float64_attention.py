@@ -1,4 +1,4 @@
-"""Attention of one decoding step in float64, from the states of all tokens: what every way to decode must give."""
+"""Float64 attention of one decoding step, computed from the hidden states of all tokens: the decoding reference."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,19 +15,19 @@ from recalkv.model.rotary import SlotRotary
 def float64_output(
     layer: Any, slots: SlotRotary, states: Tensor, cached: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Attention of the last token to all in float64, over dense keys and values or those of ``L R``.
+    """Attend from the last token to all tokens in float64, over dense keys and values or those rebuilt as ``L R``.
 
     Parameters
     ----------
     layer
         transformers' attention module, or :class:`recalkv.model.attention.LatentAttention`.
     slots
-        Of the layer, by :func:`recalkv.model.rotary.layer_slots`.
+        Rotary tables of the layer, from :func:`recalkv.model.rotary.layer_slots`.
     states : (1, tokens, m)
         Inputs of the module.
     cached
-        What a compressed module has cached of them, (1, 1, tokens, columns) each, where it packs rows: which codes are
-        found may depend on the last bit of a latent.
+        Cached keys and values of a compressed module that packs rows, (1, 1, tokens, columns) each: they are not
+        recomputed, because the codes that packing selects may depend on the last bit of a latent.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def float64_output(
     keys = _normed(keys.view(tokens, sizes.kv_heads, sizes.head_dim), layer, "k_norm", family)
     order = None if latent else head_order(layer.config, sizes.head_dim)
     if order is not None:
-        # Queries and keys in the order in which latent ones stand already.
+        # Reorder queries and keys to the layout that latent modules already use.
         query, keys = query[..., order], keys[..., order]
     cos, sin = (table[:tokens].to(where)[:, None] for table in slots.upto(tokens, inputs, tokens))
     query, keys = _rotated(query, cos[-1:], sin[-1:]), _rotated(keys, cos, sin)
@@ -62,7 +62,7 @@ def float64_output(
 
 
 def _queries(layer: Any, family: Family, sizes: AttentionGeometry, last: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Queries before RoPE of the last token, (1, h, d_h), and its gate, (h * d_h,), where there is one."""
+    """Return the last token's queries before RoPE, (1, h, d_h), and its output gate, (h * d_h,), or None."""
     gate, shape = None, (1, sizes.heads, sizes.head_dim)
     if family.fused is not None and not isinstance(layer, LatentAttention):
         states = _linear(getattr(layer, family.fused), last)[:, : sizes.heads * sizes.head_dim]
@@ -82,7 +82,7 @@ def _linear(projection: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def _normed(states: Tensor, layer: Any, name: str, family: Family) -> Tensor:
-    """Norm of (tokens, heads, d_h), over each head or all of them as its weight is wide."""
+    """Apply the RMSNorm to (tokens, heads, d_h): per head, or over all heads if the weight has their full width."""
     norm = getattr(layer, name, None)
     if norm is None:
         return states
@@ -100,7 +100,7 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _dense_rows(
     layer: Any, family: Family, sizes: AttentionGeometry, inputs: Tensor
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Keys (tokens, n) before norm and RoPE, and values (tokens, d_h) of each KV head."""
+    """Return keys before norm and RoPE, (tokens, n), and the values of each KV head, (tokens, d_h)."""
     if family.fused is not None:
         joined = _linear(getattr(layer, family.fused), inputs)
         keys, values = joined[:, -2 * sizes.kv_width :].split(sizes.kv_width, dim=-1)
@@ -112,7 +112,7 @@ def _dense_rows(
 def _latent_rows(
     layer: LatentAttention, inputs: Tensor, cached: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """As :func:`_dense_rows`; where R_v is fused into W_o, a head's values are its group's latents."""
+    """Same as :func:`_dense_rows`; if R_v is fused into W_o, the values of a head are the latents of its group."""
 
     def latents(projection: nn.Linear, rows: Any, side: int) -> Tensor:
         if rows is not None and cached is not None:

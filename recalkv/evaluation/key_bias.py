@@ -1,4 +1,4 @@
-"""Biases of the key projections: how large they are, and what they are after RoPE."""
+"""Biases of the key projections: their size, and their rotation by RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,9 @@ from recalkv.model.rotary import rotated
 
 @torch.inference_mode()
 def rotated_biases(model: Any, tokens: int) -> list[Tensor]:
-    """Each layer's key bias as keys carry it at positions 0, 1, ..., (KV heads, tokens, d_h); zero where there is none.
+    """Return each layer's key bias after RoPE at positions 0, 1, ..., (KV heads, tokens, d_h); zero without a bias.
 
-    For models with LLaMA's RoPE and no norm of keys.
+    Only valid for models with LLaMA's RoPE and without a key norm.
     """
     places = torch.arange(tokens, device=model.device)[None]
     found = []
@@ -28,7 +28,7 @@ def rotated_biases(model: Any, tokens: int) -> list[Tensor]:
 
 
 def without_bias(rounding: CacheQuantizer, bias: Tensor) -> CacheQuantizer:
-    """Round keys from position 0 on without their bias (KV heads, tokens, d_h), which is added again."""
+    """Subtract the rotated bias (KV heads, tokens, d_h) from keys that start at position 0, round, and add it again."""
 
     def keys(states: Tensor) -> Tensor:
         own = bias[:, : states.shape[2]].to(states)
@@ -39,7 +39,7 @@ def without_bias(rounding: CacheQuantizer, bias: Tensor) -> CacheQuantizer:
 
 @torch.inference_mode()
 def bias_shares(model: Any, ids: Tensor) -> list[dict[str, float]]:
-    """Of each layer: root mean square of the key bias, and of keys before RoPE over the tokens of a text, (1, n)."""
+    """Return the RMS of each layer's key bias, and of its keys before RoPE over the tokens of a text, (1, n)."""
     found: list[dict[str, float]] = []
     hooks = []
     for layer in model.model.layers:

@@ -1,7 +1,7 @@
-"""Latency of decoding, dense beside compressed: one attention module, the whole model, and the memory of both.
+"""Decoding latency, dense against compressed: one attention module, the whole model, and memory use.
 
-Clocks and neighbors of a CPU drift over seconds, so there both models are in memory and measured in turn, a part of
-the runs in each of several rounds. A GPU holds one model at a time, and each is measured once.
+The clock and the background load of a CPU drift over seconds, so on a CPU both models stay in memory and are measured
+alternately, with the runs split over several rounds. A GPU holds one model at a time, and each is measured once.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,23 +33,23 @@ from recalkv.model.spec import LatentSpec
 from recalkv.params import LatencyParams
 
 ROUNDS = 3
-"""Rounds on a CPU, in which both models are measured in turn."""
+"""Rounds on a CPU; each round measures both models."""
 
 REPEATS = 30
-"""Timed runs of an attention module, all rounds together."""
+"""Timed runs of an attention module, over all rounds."""
 
 DECODE_TOKENS = 6
-"""Timed steps of whole-model decoding, all rounds together."""
+"""Timed steps of whole-model decoding, over all rounds."""
 
 PROMPT_TOKENS = 512
-"""Tokens of the prompt whose reading is timed; fewer where the model has fewer positions."""
+"""Tokens of the prompt whose prefill is timed; fewer if the model has fewer positions."""
 
 Row = dict[str, Any]
-"""A compressed step beside one baseline, flat."""
+"""A flat record of a compressed step and its baseline."""
 
 
 class _Side:
-    """One model in memory, and what its measurements start from."""
+    """One model in memory, with the inputs of its measurements."""
 
     def __init__(self, folder: Path, layer: int, device: torch.device) -> None:
         before = allocated_mib(device)
@@ -62,7 +62,7 @@ class _Side:
         self._steps: dict[int, Step] = {}
 
     def step(self, context: int) -> Step:
-        """The attention module at a context, with the output that is right."""
+        """Return the attention step at a context length, with its reference output."""
         if context not in self._steps:
             self._steps[context] = Step(self.module, context)
         return self._steps[context]
@@ -70,7 +70,7 @@ class _Side:
 
 @dataclass
 class _Times:
-    """What was measured of one model, all rounds together."""
+    """Measurements of one model over all rounds."""
 
     steps: dict[int, StepTime] = field(default_factory=dict)
     decoding: dict[int, dict[str, Timing]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class _Times:
     peak_mib: float | None = None
 
     def take_round(self, side: _Side, wanted: LatencyParams, rounds: int, progress: Callable[[], object]) -> None:
-        """Measure once more, a part of the runs."""
+        """Measure one round: a share of the runs."""
         device = side.module.device
         forget_peak(device)
         self.prefill += time_prefill(side.model, min(PROMPT_TOKENS, side.model.config.max_position_embeddings))
@@ -97,7 +97,7 @@ def _add(found: dict[Any, Any], name: Any, more: Any) -> None:
 
 
 def rounds_on(device: torch.device) -> int:
-    """How often each model is measured, with both in memory if more than once."""
+    """Return the number of rounds; with more than one, both models stay in memory."""
     return ROUNDS if device.type == "cpu" else 1
 
 
@@ -109,18 +109,18 @@ def measure_models(
     Parameters
     ----------
     folders
-        Checkpoints, ``dense`` and ``compressed``.
+        Checkpoint folders, by the keys ``dense`` and ``compressed``.
     wanted
-        Contexts.
+        Context lengths.
     device
-        Where they run.
+        Device that both models run on.
     progress
-        Called :func:`rounds_on` times for each model and context.
+        Called :func:`rounds_on` times for each model and context length.
 
     Returns
     -------
     list of dict, dict
-        A row for each context (:func:`comparison_row`), and figures of the whole models.
+        One row per context length (:func:`comparison_row`), and the figures of the whole models.
     """
     from transformers import AutoConfig
 
@@ -139,7 +139,7 @@ def measure_models(
             if side not in sides:
                 sides[side] = _Side(folder, layer, device)
             times[side].take_round(sides[side], wanted, rounds, progress)
-    # Right after the timed work: a clock that is read later is an idle one.
+    # Read the GPU clock right after the timed work; later it would be the clock of an idle GPU.
     shared = {
         "layer": layer,
         "ratio": spec.removed,
@@ -153,7 +153,7 @@ def measure_models(
 
 
 def _whole_models(times: Mapping[str, _Times]) -> dict[str, Any]:
-    """Figures of whole models, each dense and compressed."""
+    """Return the whole-model figures, dense and compressed."""
     figures: dict[str, Any] = {"decode_tokens_per_second": {}, "prefill_seconds": {}}
     for side, found in times.items():
         figures["prefill_seconds"][side] = found.prefill.median
@@ -168,12 +168,12 @@ def _whole_models(times: Mapping[str, _Times]) -> dict[str, Any]:
 
 
 def check_contexts(config: Any, contexts: list[int]) -> None:
-    """Refuse a context that the model was not made for, or that its window cuts off, before anything is timed.
+    """Refuse, before anything is timed, a context beyond the positions or the sliding window of the model.
 
     Raises
     ------
     ParameterError
-        Names the value, the rule and the remedy.
+        If a context is too long; the message names the value, the limit and the remedy.
     """
     limits = {"positions": config.max_position_embeddings}
     if "full_attention" not in layer_attention_types(config):
@@ -191,7 +191,7 @@ def _timed(step: Step, repeats: int) -> StepTime:
 
 
 def _decoding(side: _Side, context: int, tokens: int) -> dict[str, Timing]:
-    """Time of one token by kind of cache; the logits must agree."""
+    """Time decoding steps with each kind of cache, and check that their logits agree."""
     timings, logits = {}, dict[str, Tensor]()
     for kind in CACHES:
         timings[kind], logits[kind] = time_decoding(side.model, side.contents, kind, 1, context, tokens)
@@ -200,7 +200,7 @@ def _decoding(side: _Side, context: int, tokens: int) -> dict[str, Timing]:
 
 
 def _kind(module: AttentionModule) -> dict[str, str]:
-    """Type of the weights, and how latents are decoded."""
+    """Return the dtype of the weights, and the code path that decodes latents."""
     attention = module.attention
     if decoder_of(attention) is not None and attention.over_latents(1, 1, None):
         path = "kernels"
@@ -213,13 +213,13 @@ def _kind(module: AttentionModule) -> dict[str, str]:
 
 
 def _rates(side: str, timing: Timing) -> dict[str, float]:
-    """Tokens per second."""
+    """Return the median and quartiles in tokens per second."""
     low, high = timing.quartiles
     return {side: 1 / timing.median, f"{side}_first_quartile": 1 / high, f"{side}_third_quartile": 1 / low}
 
 
 def comparison_row(setting: Row, ours: StepTime, baseline: StepTime) -> Row:
-    """One flat record: a compressed step beside the dense one; times in microseconds."""
+    """Return a flat record of a compressed step and its dense baseline; times are in microseconds."""
     return {
         **setting,
         **_figures("", ours),

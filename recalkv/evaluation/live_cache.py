@@ -1,4 +1,4 @@
-"""Step 9, generation: the bytes of the cache that ``generate()`` fills, and the tokens that a model goes on with."""
+"""Step 9, generation: the bytes of the cache that ``generate()`` fills, and sample continuations of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,18 +17,18 @@ PROMPTS = "To bake a loaf of bread, you first", "The ship left the harbour at da
 
 @dataclass(frozen=True)
 class Generated:
-    """What one model left when it generated.
+    """Cache size, parameter count and sample texts of one model.
 
     Attributes
     ----------
     cache_bytes_per_token
-        Of its live cache, all layers together.
+        Bytes per token of a live cache, over all layers.
     parameters
-        Of the model, tied ones once.
+        Number of parameters, tied ones counted once.
     samples
         Continuation of each of :data:`PROMPTS`.
     state_bytes
-        Of what layers without keys and values keep instead, per sequence.
+        Bytes per sequence in layers that keep a state instead of keys and values.
     """
 
     cache_bytes_per_token: float
@@ -37,19 +37,19 @@ class Generated:
     state_bytes: float = 0.0
 
     def record(self) -> dict[str, Any]:
-        """Plain JSON values, for the store of ``baseline``."""
+        """Return plain JSON values, for the store of the stage ``baseline``."""
         return asdict(self)
 
 
 def measure_generation(model: Any, tokenizer: Any, windows: Tensor) -> Generated:
-    """Let a model go on from :data:`PROMPTS`, and fill its cache.
+    """Continue :data:`PROMPTS`, and measure the cache that the model fills.
 
     Parameters
     ----------
     model, tokenizer
-        Dense or compressed, and its tokenizer.
+        Dense or compressed model, and its tokenizer.
     windows : (windows, tokens) int64
-        Evaluation text; the cache is that of its start.
+        Evaluation windows; the cache is filled from the start of the first one.
     """
     samples = []
     for prompt in PROMPTS:
@@ -62,7 +62,7 @@ def measure_generation(model: Any, tokenizer: Any, windows: Tensor) -> Generated
 
 
 def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
-    """Greedy continuation of (batch, tokens) ids without padding."""
+    """Generate greedily from (batch, tokens) ids without padding."""
     ids, end = ids.to(next(model.parameters()).device), model.config.eos_token_id
     return model.generate(
         ids,
@@ -76,14 +76,14 @@ def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
 
 
 def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
-    """Cache of a prefill of (batch, tokens) ids and a few decoding steps, as ``generate()`` builds it."""
+    """Return the cache that ``generate()`` builds from a prefill of (batch, tokens) ids and a few decoding steps."""
     return _generate(model, ids, steps, min_new_tokens=steps).past_key_values
 
 
 def cache_bytes_per_token(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence and cached token, over all layers, from its tensors."""
+    """Return the bytes per sequence and cached token in the tensors of a live cache, over all layers."""
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
-    # A codec's rows stand in tiles, (batch, tiles, bytes, tokens of a tile).
+    # Rows of a codec are stored in tiles, (batch, tiles, row bytes, tokens per tile).
     tiles = [layer.keys for layer in layers if _is_coded(layer)]
     tensors = [tensor for layer in layers if not _is_coded(layer) for tensor in (layer.keys, layer.values)]
     coded = sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[1] * tensor.shape[3]) for tensor in tiles)
@@ -91,24 +91,24 @@ def cache_bytes_per_token(cache: Any) -> float:
 
 
 def _is_coded(layer: Any) -> bool:
-    """Whether a cache's layer holds rows of a codec (:class:`recalkv.runtime.cache.CodecLayer`)."""
+    """Return whether a cache layer holds rows of a codec (:class:`recalkv.runtime.cache.CodecLayer`)."""
     return hasattr(layer, "codec")
 
 
 def window_bytes(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence of exact latents or tokens beside its rows, over all layers."""
+    """Return the bytes per sequence of exact latents or tokens beside the rows of a live cache, over all layers."""
     tensors = [layer.values if _is_coded(layer) else getattr(layer, "recent", None) for layer in cache.layers]
     return float(sum(tensor.nbytes / len(tensor) for tensor in tensors if tensor is not None))
 
 
 def state_bytes(cache: Any) -> float:
-    """Bytes that a live cache holds per sequence in layers that keep a state instead of keys and values."""
+    """Return the bytes per sequence in layers of a live cache that keep a state instead of keys and values."""
     states = [state for layer in cache.layers for kept in kept_states(layer) for state in kept.values()]
     return float(sum(state.nbytes / len(state) for state in states))
 
 
 def kept_states(layer: Any) -> tuple[dict[int, Tensor], ...]:
-    """States of convolutions and recurrent ones of a cache's layer, by their number in it; none of other layers."""
+    """Return the convolution and recurrent states of a cache layer, each by state index; empty for other layers."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()
     kept = layer.conv_states, layer.recurrent_states
@@ -116,14 +116,14 @@ def kept_states(layer: Any) -> tuple[dict[int, Tensor], ...]:
 
 
 def parameter_count(model: Any) -> int:
-    """Number of parameters, tied ones once."""
+    """Return the number of parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, element_bytes: int) -> dict[str, Any]:
-    """Live and allocated bytes per token, and what share of the dense cache's is removed.
+    """Return the live and allocated bytes per token, and the fraction of the dense cache that is removed.
 
-    ``element_bytes`` are those of the compressed model's type.
+    ``element_bytes`` is the element size of the compressed model's dtype.
     """
     live, dense_live = compressed.cache_bytes_per_token, dense.cache_bytes_per_token
     reference = reference_bytes_per_token(spec, element_bytes)
@@ -140,21 +140,21 @@ def cache_metrics(spec: LatentSpec, dense: Generated, compressed: Generated, ele
 
 
 def reference_bytes_per_token(spec: LatentSpec, element_bytes: int) -> int:
-    """Bytes of a dense cache beside which latents are counted.
+    """Return the bytes per token of the dense cache that latents are compared with.
 
-    In the compressed model's own type of ``element_bytes`` where they are not quantized, else in 16 bits.
+    Its elements have ``element_bytes`` (the compressed model's dtype) if no latents are quantized, else 16 bits.
     """
     quantized = any(layer.quantized for layer in spec.layers)
     return spec.dense_bytes_per_token if quantized else spec.dense_elements_per_token * element_bytes
 
 
 def state_figures(state_bytes: float) -> dict[str, float]:
-    """Entry of the cache's figures, dense and compressed alike, where some layers keep a state."""
+    """Return the cache figure of layers that keep a state, equal for dense and compressed; empty if no layer does."""
     return {"state_bytes": state_bytes} if state_bytes else {}
 
 
 def parameter_metrics(spec: LatentSpec, dense: Generated, compressed: Generated) -> dict[str, Any]:
-    """Parameters of both models."""
+    """Return the parameter counts of both models."""
     return {
         "dense": dense.parameters,
         "compressed": compressed.parameters,

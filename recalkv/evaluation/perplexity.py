@@ -1,4 +1,4 @@
-"""Step 9: losses of windows through the model that a user loads, and how far it is from the dense model."""
+"""Step 9: window losses of the model that a user loads, and its divergence from the dense model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from recalkv.params import EvaluationParams
 from recalkv.text.windows import Windows
 
 if TYPE_CHECKING:
-    # Stores need zarr, which measuring does not.
+    # Stores need zarr; measuring does not.
     from recalkv.store.stores import StoreReader, StoreWriter
 
 MAIN_TEXT = "main"
-"""Place of ``evaluation.text`` in the store of ``baseline``."""
+"""Group of ``evaluation.text`` in the store of the stage ``baseline``."""
 
 _HEAD_TOKENS = 512
 _CHECKED_TOKENS = 16
 
-# A window in one pass keeps a device busy by itself; one that is decoded token by token does not.
+# A single window in one pass keeps a device busy; a single window decoded token by token does not.
 _DECODED_AT_ONCE = 16
 _DECODED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What each window says of a model, averaged over its predicted tokens.
+    """Scores of a model on each window, averaged over the predicted tokens of the window.
 
     Attributes
     ----------
@@ -40,9 +40,9 @@ class Scores:
     divergences : (windows,) float64 or None
         Kullback-Leibler divergence of the model from the dense one, nats per token.
     agreements : (windows,) float64 or None
-        Top-1 agreement: fraction of positions at which both models rank the same token first.
+        Top-1 agreement: fraction of positions where both models rank the same token first.
     states : (windows, tokens - 1, m) float16 or None
-        Last hidden states that predict a token, where they were to be kept.
+        Last hidden states of all positions that predict a token, if requested.
     """
 
     losses: Tensor
@@ -64,7 +64,7 @@ def window_scores(
     prefill: int | None = None,
     cache: Callable[[], Any] | None = None,
 ) -> Scores:
-    """Next-token losses of windows, and how far the model is from the dense one; logits exist for 512 tokens at a time.
+    """Return losses and divergence from the dense model of each window; logits exist for 512 tokens at a time.
 
     Parameters
     ----------
@@ -75,18 +75,18 @@ def window_scores(
     progress
         Called after each window.
     precision
-        With ``bfloat16`` matrix products run in bfloat16 under autocast, whatever the weights' type.
+        With ``bfloat16``, matrix products run in bfloat16 under autocast, whatever the dtype of the weights.
     dense : (windows, tokens - 1, m) or None
-        The dense model's last hidden states on these windows; its output head is this model's.
+        Last hidden states of the dense model on these windows; the output head of ``model`` is applied to them.
     keep
-        Whether to return this model's.
+        Whether to return the last hidden states of ``model``.
     batch_size
-        Windows per forward pass: memory and speed, not results beyond rounding.
+        Windows per forward pass: affects memory and speed, but results only by rounding.
     prefill
-        Tokens of a window that go through the model in one pass; the others are decoded one by one from
-        the cache. None for all in one pass, without a cache.
+        Tokens of a window that are prefilled in one pass; the remaining tokens are decoded one by one from
+        the cache. None for all tokens in one pass, without a cache.
     cache
-        Makes the cache that is decoded from; None for transformers' growing one.
+        Factory of the cache to decode from; None for transformers' DynamicCache.
 
     Raises
     ------
@@ -124,10 +124,10 @@ def window_scores(
 
 
 def _check_head(model: Any, head: Callable[[Tensor], Tensor], ids: Tensor) -> None:
-    """Refuse a model whose logits are not what is made of its last hidden states here."""
+    """Refuse a model whose logits differ from those that ``head`` computes from its last hidden states."""
     expected = model(input_ids=ids, use_cache=False).logits.float()
     own = head(_last_states(model, ids, None, None)).float()
-    # What is not finite is refused with the losses.
+    # Logits that are not finite are refused later, with the losses.
     finite = bool(torch.isfinite(expected).all())
     if finite and not torch.allclose(own, expected.to(own.device), rtol=0.02, atol=0.02 * float(expected.abs().max())):
         raise UnsupportedModelError(
@@ -137,35 +137,35 @@ def _check_head(model: Any, head: Callable[[Tensor], Tensor], ids: Tensor) -> No
 
 
 def window_losses(model: Any, windows: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Mean next-token loss of each window, (windows,) float64, nats per token; see :func:`window_scores`."""
+    """Return the mean next-token loss of each window, (windows,) float64, nats per token; see :func:`window_scores`."""
     return window_scores(model, windows, *arguments, **options).losses
 
 
 def token_losses(head: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor) -> Tensor:
-    """Mean next-token loss of one window, () float64, nats; logits exist for 512 tokens at a time.
+    """Return the mean next-token loss of one window, () float64, nats; logits exist for 512 tokens at a time.
 
     Parameters
     ----------
     head
-        Logits of last hidden states, (tokens, m) to (tokens, vocabulary).
+        Maps last hidden states, (tokens, m), to logits, (tokens, vocabulary).
     states : (tokens, m)
         Last hidden states.
     targets : (tokens,) int64
-        The tokens that follow.
+        Next token of each position.
     """
     pieces = zip(states.split(_HEAD_TOKENS), targets.split(_HEAD_TOKENS), strict=True)
     return torch.stack([_token_scores(head(own), ids, None)[0] for own, ids in pieces]).sum() / len(targets)
 
 
 def divergences(model: Any, states: Tensor, dense: Tensor) -> Tensor:
-    """Divergence of each token's prediction from the dense model's, (tokens,) float64, nats; logits for 512 at a time.
+    """Return the KL divergence from the dense model at each token, (tokens,) float64, nats; 512 tokens at a time.
 
     Parameters
     ----------
     model
-        Whose output head both have.
+        Model whose output head is applied to both.
     states, dense : (tokens, m)
-        Last hidden states of a model, and of the dense one.
+        Last hidden states of the compressed model and of the dense model.
     """
     product, found = model.get_output_embeddings(), []
     for own, reference in zip(states.split(_HEAD_TOKENS), dense.split(_HEAD_TOKENS), strict=True):
@@ -177,9 +177,9 @@ def divergences(model: Any, states: Tensor, dense: Tensor) -> Tensor:
 
 
 def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tensor:
-    """Sums over tokens: loss, divergence from the dense model, top-1 agreement; (3,) float64 on the CPU."""
+    """Return sums over tokens of loss, divergence from the dense model and top-1 agreement, (3,) float64 on the CPU."""
     own = logits.float().log_softmax(-1)
-    # Of a model that is split over devices, logits are on its last one.
+    # If the model is split over devices, the logits are on the last one.
     sums = [-own.gather(1, targets.to(own.device)[:, None]).sum(dtype=torch.float64)]
     if dense is None:
         sums += [torch.zeros_like(sums[0])] * 2
@@ -191,7 +191,7 @@ def _token_scores(logits: Tensor, targets: Tensor, dense: Tensor | None) -> Tens
 
 
 def _last_states(model: Any, ids: Tensor, prefill: int | None, make: Callable[[], Any] | None) -> Tensor:
-    """Last hidden states, (batch, tokens, hidden), of one pass or of a prefill and single steps."""
+    """Return last hidden states, (batch, tokens, m), from one pass or from a prefill and single decoding steps."""
     if prefill is None:
         return cast(Tensor, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     cache = DynamicCache(config=model.config) if make is None else make()
@@ -201,25 +201,25 @@ def _last_states(model: Any, ids: Tensor, prefill: int | None, make: Callable[[]
 
 
 def perplexity(losses: Tensor) -> float:
-    """``exp`` of the mean of the windows' mean losses."""
+    """Return ``exp`` of the mean of the window losses."""
     return float(losses.mean().exp())
 
 
 def over_documents(values: Tensor, documents: Tensor) -> tuple[float, float]:
-    """Mean over windows, and its standard error over documents.
+    """Return the mean over windows, and its standard error over documents.
 
     Parameters
     ----------
     values : (windows,) float64
-        For one, the rise of the loss over the dense model's on the same windows.
+        For example, the increase of the loss over the dense model on the same windows.
     documents : (windows,) int64
-        Number of each window's document. Windows of one document err together, so their deviations are added before
-        they are squared.
+        Index of each window's document. Errors of windows of one document are correlated (clustered standard error), so
+        their deviations are summed before they are squared.
 
     Returns
     -------
     float, float
-        In the unit of the values; the error is 0 where there is one document only.
+        Mean and standard error, in the unit of the values; the error is 0 if there is only one document.
     """
     _, members = documents.unique(return_inverse=True)
     count = int(members.max()) + 1
@@ -237,7 +237,7 @@ def measured(
     dense: Tensor | None = None,
     keep: bool = False,
 ) -> Scores:
-    """Scores of each window, measured as the parameters say; see :func:`window_scores`."""
+    """Score windows as the evaluation parameters specify; see :func:`window_scores`."""
     return window_scores(
         model,
         windows,
@@ -252,14 +252,14 @@ def measured(
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """One evaluation text with what the dense model made of it.
+    """One evaluation text with the scores of the dense model.
 
     Attributes
     ----------
     windows
-        Token ids, and whose document they are of.
+        Token ids and document index of each window.
     dense
-        Losses and last hidden states.
+        Losses and last hidden states of the dense model.
     """
 
     windows: Windows
@@ -268,7 +268,7 @@ class MeasuredText:
     def compare(
         self, model: Any, wanted: EvaluationParams, progress: Callable[[], object] = lambda: None
     ) -> dict[str, float]:
-        """Measure another model, and how far it is from the dense one."""
+        """Measure another model, and compare it with the dense model."""
         own = measured(model, self.windows.tokens, wanted, progress, self.dense.states)
         assert own.divergences is not None and own.agreements is not None
         documents = self.windows.documents
@@ -288,7 +288,7 @@ class MeasuredText:
         }
 
     def write(self, store: "StoreWriter", place: str) -> None:
-        """Put the text into the store of ``baseline``."""
+        """Write the text to the store of ``baseline``, in the group ``place``."""
         assert self.dense.states is not None
         store.put(f"{place}/windows", self.windows.tokens)
         store.put(f"{place}/documents", self.windows.documents)
@@ -297,13 +297,13 @@ class MeasuredText:
 
     @classmethod
     def read(cls, store: "StoreReader", place: str) -> "MeasuredText":
-        """Take it from there."""
+        """Read a text that :meth:`write` wrote."""
         windows = Windows(store.get(f"{place}/windows"), store.get(f"{place}/documents"))
         return cls(windows, Scores(store.get(f"{place}/losses"), states=store.get(f"{place}/states")))
 
     @classmethod
     def read_all(cls, store: "StoreReader") -> dict[str, "MeasuredText"]:
-        """All texts of the store of ``baseline``: :data:`MAIN_TEXT`, and the further ones by their short names."""
+        """Read all texts of the store of ``baseline``: :data:`MAIN_TEXT`, and the further texts by short name."""
         places = {MAIN_TEXT: MAIN_TEXT} | {
             name: further_text(name) for name in store.attributes["parameters"]["further_texts"]
         }
@@ -311,7 +311,7 @@ class MeasuredText:
 
 
 def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Figures of all texts (:meth:`MeasuredText.compare`) as a cell records them, the main text's at the top."""
+    """Return the figures of all texts (:meth:`MeasuredText.compare`) as a cell records them, the main text on top."""
     main = texts[MAIN_TEXT]
     return {
         "perplexity": main["compressed"],
@@ -322,5 +322,5 @@ def cell_figures(texts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 
 def further_text(name: str) -> str:
-    """Place of one of ``evaluation.further_texts``, by its short name."""
+    """Return the store group of one of ``evaluation.further_texts``, by its short name."""
     return f"further/{name}"

@@ -1,7 +1,7 @@
-"""Attention of a dense model to a cache that a quantizer rounds (:mod:`recalkv.evaluation.quantizers`).
+"""Attention of a dense model over a cache rounded by a quantizer (:mod:`recalkv.evaluation.quantizers`).
 
-:func:`quantized_cache` gives each query what it would find when it is decoded, however many come at once;
-:class:`QuantizedLayer` rounds a growing cache token by token.
+With :func:`quantized_cache`, each query sees the cache as in token-by-token decoding, however many queries come at
+once; :class:`QuantizedLayer` rounds a growing cache token by token.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _EXACT = CacheQuantizer(lambda states: states, lambda states: states, 16)
 _IMPLEMENTATION = "recalkv_quantized_cache"
 
 _QUERIES = 512
-"""Queries whose scores are in memory at a time."""
+"""Number of queries whose scores are in memory at a time."""
 
 
 @contextlib.contextmanager
@@ -32,10 +32,10 @@ def quantized_cache(
     rounding: CacheQuantizer,
     of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
 ) -> Iterator[None]:
-    """Let a dense model attend as if its cache were rounded: causal and unpadded, in one pass or over a cache.
+    """Make a dense model attend as if its cache were rounded: causal, without padding, in one pass or over a cache.
 
-    Every query finds what decoding token by token would let it find. A cache itself stays exact: it is rounded where it
-    is read. ``of_layer`` may give layers roundings of their own.
+    Every query sees the cache as in token-by-token decoding. A cache object stays exact: it is rounded when it is read.
+    ``of_layer`` may return a different rounding for each layer.
     """
     before = model.config._attn_implementation
     attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
@@ -63,7 +63,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries, the last of the slots, that each find the older slots rounded, and the last ones exact."""
+    """Attend with the queries of the last slots; each query sees older slots rounded and its newest slots exact."""
     rounding: CacheQuantizer = getattr(module, "cache_quantizer", _EXACT)
     slots, exact = key.shape[2], rounding.exact + rounding.step - 1
     whole = rounding.rounded(slots)
@@ -77,7 +77,7 @@ def _attention(
     per_kv, first = query.unflatten(1, (key.shape[1], -1)), slots - query.shape[2]
     outputs = []
     for start in range(0, query.shape[2], _QUERIES):
-        block = per_kv[:, :, :, start : start + _QUERIES]  # [batch, kv heads, queries per kv head, queries, d_h]
+        block = per_kv[:, :, :, start : start + _QUERIES]  # [batch, KV heads, queries per KV head, queries, d_h]
         seen = range(first + start + 1, first + start + block.shape[3] + 1)
         allowed = None if mask is None else mask[:, :, None, start : start + _QUERIES, : seen[-1]]
         outputs.append(_attend(block, stored, (key, value), rounding, seen, allowed, scaling, softcap, s_aux))
@@ -96,22 +96,22 @@ def _attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a block of queries over keys and values, rounded as they are stored, or exact.
+    """Attend with a block of queries over keys and values, rounded or exact depending on each query.
 
     Parameters
     ----------
-    query : (batch, kv heads, queries per kv head, queries, d_h)
-    stored, exact : (batch, kv heads, slots, d_h)
-        Keys and values.
+    query : (batch, KV heads, query heads per KV head, queries, d_h)
+    stored, exact : (batch, KV heads, slots, d_h)
+        Keys and values, rounded as stored and exact.
     seen
-        Slots up to each query, itself included.
+        Number of slots up to and including each query.
     allowed : (batch or 1, 1, 1, queries, slots) bool or None
-        Further slots that queries must not see; None for none.
+        Mask that is False for further slots that a query must not see; None for no further mask.
     softcap, sinks
-        c of ``c tanh(score / c)``, and a score for each query head that takes its part of the weights for nothing.
+        c of ``c tanh(score / c)``, and the attention-sink logit of each query head, which only enters the softmax.
     """
     last, edges = seen[-1], [rounding.rounded(each) for each in seen]
-    # Slots that all queries find rounded, and the others, which some of them find exact.
+    # Slots below `low` are rounded for all queries; later ones are exact for some queries.
     low = edges[0]
     places, edge = torch.arange(last, device=query.device), torch.tensor(edges, device=query.device)[:, None]
     older, later = places[low:] < edge, places >= torch.tensor(seen, device=query.device)[:, None]
@@ -138,10 +138,10 @@ AttentionMaskInterface.register(_IMPLEMENTATION, sdpa_mask)
 
 
 class QuantizedLayer(DynamicLayer):
-    """One layer's growing cache of rounded keys and values; what leaves the exact window is rounded, once.
+    """Growing cache layer of rounded keys and values; tokens are rounded once, when they leave the exact window.
 
-    Queries that come together find the cache as the last of them does. Caches with an exact window, KIVI's and
-    transformers', attend to the first ones as they come, as their own code does, and round them for later ones.
+    Queries of one forward pass all see the cache as the last of them does. With an exact window (KIVI, transformers),
+    the first pass attends to exact states, as in the original code, and rounds them for later passes.
     """
 
     def __init__(self, rounding: CacheQuantizer) -> None:
@@ -149,7 +149,7 @@ class QuantizedLayer(DynamicLayer):
         self._rounding, self._done = rounding, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns what attention reads."""
+        """Append new tokens; return the keys and values that attention reads."""
         first = self._rounding.exact and not self.get_seq_length()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         read = (keys.clone(), values.clone()) if first else (keys, values)
@@ -164,7 +164,7 @@ class QuantizedLayer(DynamicLayer):
 def quantized_layers(model: Any, rounding: CacheQuantizer) -> Cache:
     """Return an empty cache of :class:`QuantizedLayer` for a dense model."""
     cache = DynamicCache(config=model.config)
-    # Others keep a state, which no quantizer of a cache touches.
+    # Other layers keep a state, which cache quantizers leave alone.
     own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
     for number in rounding.layers(len(own)):
         cache.layers[own[number]] = QuantizedLayer(rounding)

@@ -1,7 +1,7 @@
-"""What people use instead: quantized caches of the dense model, simulated, with their bytes counted like ours.
+"""Baseline quantizers: simulated quantized caches of the dense model, with bytes counted the same way as ours.
 
-A quantizer rounds keys, after RoPE, and values as the cache would hold them, and gives back what attention would
-read (:mod:`recalkv.evaluation.quantized_cache`). Each is written from its method's own definition.
+A quantizer rounds post-RoPE keys and values as the cache would store them, and returns the dequantized states that
+attention would read (:mod:`recalkv.evaluation.quantized_cache`). Each follows the definition of its method.
 """
 
 import functools
@@ -18,34 +18,34 @@ from recalkv.cache.rotation import random_rotation
 from recalkv.errors import ParameterError, needing
 
 CONTEXTS = (2048, 32768)
-"""Tokens of a cache over which exact windows are spread when bits are counted."""
+"""Context lengths over which exact windows are amortized when bits are counted."""
 
 _GROUP = 32
-"""Elements that share a scale in KIVI and llama.cpp."""
+"""Elements per scale in KIVI and llama.cpp."""
 
 _GROUPS = {"kivi": _GROUP, "q4_0": _GROUP, "q8_0": _GROUP, "nvfp4": 16}
-"""Elements of a head that share a scale, by how names begin."""
+"""Elements of a head that share a scale, by the prefix of the quantizer's name."""
 
 _META_BITS = 16
-"""Of a scale or a zero point."""
+"""Bits of a scale or a zero point."""
 
 
 @dataclass(frozen=True)
 class CacheQuantizer:
-    """One way to round a dense cache.
+    """Simulated quantization of a dense cache.
 
     Attributes
     ----------
     keys, values
-        Take (batch, heads, tokens, d_h), give what attention reads, same shape and type.
+        Map (batch, heads, tokens, d_h) to the states that attention reads, with the same shape and dtype.
     bits
-        Of a rounded element, scales and zero points included.
+        Bits per rounded element, including scales and zero points.
     exact
-        Tokens at the end of the context that stay in 16 bits.
+        Newest tokens that stay in 16 bits.
     step
         Tokens that are rounded together, once all of them have left the exact window.
     exact_layers
-        First layers, and last ones, whose cache stays in 16 bits.
+        Number of first layers, and of last layers, whose cache stays in 16 bits.
     """
 
     keys: Callable[[Tensor], Tensor]
@@ -56,26 +56,26 @@ class CacheQuantizer:
     exact_layers: int = 0
 
     def rounded(self, seen: int) -> int:
-        """How many of so many cached tokens are rounded: all but the exact window, in whole steps."""
+        """Return how many of ``seen`` cached tokens are rounded: all but the exact window, in whole steps."""
         return max(0, seen - self.exact) // self.step * self.step
 
     def layers(self, count: int) -> range:
-        """Which of so many layers are rounded."""
+        """Return the indices of the rounded layers among ``count`` layers."""
         return range(self.exact_layers, count - self.exact_layers)
 
     def bits_per_element(self, context: int, layers: int = 1) -> float:
-        """Bits of an element of a cache of so many tokens and layers, what is exact included."""
+        """Return the bits per element of a cache of so many tokens and layers, including exact tokens and layers."""
         share = self.rounded(context) / context * (len(self.layers(layers)) / layers)
         return share * self.bits + (1 - share) * 16
 
 
 def quantizer(name: str, head_dim: int) -> CacheQuantizer:
-    """Return a quantizer by its name, for heads of this size.
+    """Return a quantizer by name, for heads of size ``head_dim``.
 
     Raises
     ------
     ParameterError
-        For an unknown name.
+        If the name is unknown, or the group size of its scales does not divide the head size.
     """
     if name not in QUANTIZERS:
         raise ParameterError(f"quantizer {name!r} is unknown; choose one of {', '.join(QUANTIZERS)}.")
@@ -100,9 +100,9 @@ def _fp8_scaled(head_dim: int) -> CacheQuantizer:
 
 
 def _fp8_tensor(head_dim: int) -> CacheQuantizer:
-    """E4M3 with one scale for the keys of a layer and one for its values, that of the text itself.
+    """E4M3 with one scale for the keys of a layer and one for the values, computed on the evaluated text itself.
 
-    Which is the kindest case of a calibrated checkpoint's ``k_scale`` and ``v_scale`` in vLLM.
+    This is the best case of calibrated ``k_scale`` and ``v_scale`` of a checkpoint in vLLM.
     """
     rounded = functools.partial(_scaled_fp8, largest=torch.amax)
     return CacheQuantizer(rounded, rounded, 8)
@@ -124,9 +124,9 @@ def _int8_token_head(head_dim: int) -> CacheQuantizer:
 
 
 def _int4_token_head(head_dim: int) -> CacheQuantizer:
-    """Integers after random signs and a Hadamard matrix, a scale per token and head: ``int4_per_token_head``.
+    """4-bit integers after random signs and a Hadamard rotation, one scale per token and head: ``int4_per_token_head``.
 
-    vLLM keeps the zero point of 4 bits in the last bits of the float32 scale.
+    vLLM stores the 4-bit zero point in the lowest bits of the float32 scale.
     """
     signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     rotation = signs[:, None] * _hadamard(head_dim)
@@ -142,7 +142,7 @@ def _int4_token_head(head_dim: int) -> CacheQuantizer:
 
 
 def _nvfp4(head_dim: int) -> CacheQuantizer:
-    """E2M1, an E4M3 scale of 16 elements, and a float32 scale of a layer's keys and one of its values: ``nvfp4``."""
+    """E2M1 with an E4M3 scale per 16 elements, and a float32 scale each for keys and values of a layer: ``nvfp4``."""
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
     def rounded(states: Tensor) -> Tensor:
@@ -156,13 +156,13 @@ def _nvfp4(head_dim: int) -> CacheQuantizer:
 
 
 def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
-    """Of keys and values in llama.cpp: a Hadamard matrix of the whole head, and for values one of 64 elements each."""
+    """Return llama.cpp's Hadamard rotations: whole head for keys, blocks of 64 for values if these divide the head."""
     whole = _hadamard(head_dim)
     return whole, torch.block_diag(*[_hadamard(64)] * (head_dim // 64)) if head_dim % 64 == 0 else whole
 
 
 def _q4_0(rotate: bool, head_dim: int) -> CacheQuantizer:
-    """llama.cpp's ``q4_0``: 16 levels of 32 elements, of which the largest has the least code; rotated by default."""
+    """llama.cpp's ``q4_0``: 16 levels per group of 32, code 0 for the largest magnitude; by default rotated."""
 
     def coded(states: Tensor) -> Tensor:
         groups = states.unflatten(-1, (-1, _GROUP))
@@ -176,7 +176,7 @@ def _q4_0(rotate: bool, head_dim: int) -> CacheQuantizer:
 
 
 def _q8_0(rotate: bool, head_dim: int) -> CacheQuantizer:
-    """llama.cpp's ``q8_0``: integers between -127 and 127 of 32 elements; rotated by default."""
+    """llama.cpp's ``q8_0``: integers between -127 and 127 in groups of 32; llama.cpp rotates by default."""
 
     def coded(states: Tensor) -> Tensor:
         groups = states.unflatten(-1, (-1, _GROUP))
@@ -189,11 +189,11 @@ def _q8_0(rotate: bool, head_dim: int) -> CacheQuantizer:
 
 
 def _vllm_turboquant(bits: int, head_dim: int) -> CacheQuantizer:
-    """VLLM's ``turboquant_4bit_nc`` and ``_3bit_nc``, which shares the paper's name and not all of its method.
+    """VLLM's ``turboquant_4bit_nc`` and ``_3bit_nc``, which implement the paper's method only in part.
 
-    Keys: a Hadamard matrix, their norm in 16 bits, the Gaussian's codebook, and the code's own norm divided out.
-    Values: even levels between the least and the largest of a token and head, not rotated. The first two layers and the
-    last two stay in 16 bits.
+    Keys: Hadamard rotation, norm in 16 bits, Gaussian codebook, and quantized vectors rescaled to that norm.
+    Values: uniform levels between the minimum and the maximum of a token and head, not rotated. The first two and the
+    last two layers stay in 16 bits.
     """
     rotation, codebook = _hadamard(head_dim), gaussian_codebook(bits).float()
 
@@ -212,7 +212,7 @@ def _kivi(bits: int, head_dim: int) -> CacheQuantizer:
     """KIVI: keys per channel in groups of 32 tokens, values per token in groups of 32 channels; the last 128 exact."""
 
     def keys(states: Tensor) -> Tensor:
-        grouped = states.unflatten(2, (-1, _GROUP)).transpose(3, 4)  # channels, then the tokens of a group
+        grouped = states.unflatten(2, (-1, _GROUP)).transpose(3, 4)  # [..., channels, tokens of a group]
         return _affine(grouped, bits).transpose(3, 4).flatten(2, 3)
 
     def values(states: Tensor) -> Tensor:
@@ -222,9 +222,9 @@ def _kivi(bits: int, head_dim: int) -> CacheQuantizer:
 
 
 def _turboquant(bits: int, head_dim: int) -> CacheQuantizer:
-    """TurboQuant (MSE): a random rotation, the norm in 16 bits, and the best codebook for the sphere's coordinates.
+    """TurboQuant (MSE): a random rotation, the norm in 16 bits, and a Lloyd-Max codebook for unit-vector coordinates.
 
-    Coordinates of a random direction in d_h dimensions are close to Gaussian of variance 1 / d_h.
+    Coordinates of a random unit vector in d_h dimensions are close to Gaussian with variance 1 / d_h.
     """
     codebook = gaussian_codebook(bits).float()
 
@@ -238,18 +238,18 @@ def _turboquant(bits: int, head_dim: int) -> CacheQuantizer:
 
 
 def _rotated_integer(bits: int, head_dim: int) -> CacheQuantizer:
-    """A random rotation, then integers with a scale and a zero point per token and head."""
+    """Integers with a scale and a zero point per token and head, after a random rotation."""
     rounded = _rotated(lambda states: _affine(states, bits), random_rotation(head_dim, 0).float())
     return CacheQuantizer(rounded, rounded, bits + 2 * _META_BITS / head_dim)
 
 
 def _transformers(backend: str, bits: int, head_dim: int) -> CacheQuantizer:
-    """Transformers' ``QuantizedCache``: the backend's own rounding, of groups of 64 elements of a head in a row.
+    """Transformers' ``QuantizedCache``: rounding by the backend, in groups of 64 consecutive elements of a head.
 
-    All at transformers' defaults but the axis of HQQ, where 1 is what its documentation recommends, and what makes the
-    groups of both backends the same. New tokens stay exact until there are 128 of them; the flush rounds what is
-    rounded already once more, which changes nothing (a test). HQQ fits its zero points by steps that end when the mean
-    error of all that is rounded together stops falling, so that its figures depend, by little, on how much that is.
+    All settings are transformers' defaults except the axis of HQQ: its documentation recommends 1, which also gives
+    both backends the same groups. New tokens stay exact until there are 128; the flush rounds already rounded tokens
+    again, which changes nothing (tested). HQQ fits zero points iteratively until the mean error over all states rounded
+    together stops falling, so its figures depend slightly on how many states are rounded together.
     """
     with needing("quantizers"):
         if backend == "quanto":
@@ -259,7 +259,7 @@ def _transformers(backend: str, bits: int, head_dim: int) -> CacheQuantizer:
     layer: Any = QuantoQuantizedLayer(nbits=bits) if backend == "quanto" else HQQQuantizedLayer(bits, 1, 1)
 
     def rounded(states: Tensor) -> Tensor:
-        # HQQ looks for type and device in the layer's exact states.
+        # HQQ reads dtype and device from the layer's exact states.
         layer.lazy_initialization(states, states)
         packed = layer._quantize(states.contiguous(), axis=layer.axis_key)
         return layer._dequantize(packed).to(states.dtype)
@@ -293,12 +293,12 @@ QUANTIZERS: dict[str, Callable[[int], CacheQuantizer]] = {
     "hqq-4": functools.partial(_transformers, "hqq", 4),
     "hqq-2": functools.partial(_transformers, "hqq", 2),
 }
-"""By name: fp8 E4M3, what vLLM 0.32 and llama.cpp ship, KIVI (arXiv 2402.02750), TurboQuant-MSE (2504.19874), integers
-after a rotation, and the backends of transformers' quantized cache."""
+"""Quantizers by name: fp8 E4M3, the formats of vLLM 0.32 and llama.cpp, KIVI (arXiv 2402.02750), TurboQuant-MSE
+(2504.19874), integers after a rotation, and the backends of transformers' quantized cache."""
 
 
 def _hadamard(size: int) -> Tensor:
-    """Hadamard matrices of the largest power of two that divides the size, along the diagonal; orthonormal."""
+    """Return orthonormal Hadamard blocks on the diagonal, of the largest power of two that divides ``size``."""
     block = torch.ones(1, 1)
     while size % (2 * len(block)) == 0:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
@@ -306,7 +306,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _rotated(coded: Callable[[Tensor], Tensor], rotation: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Rounding in float32, after a rotation that is undone, or none."""
+    """Wrap rounding in float32: rotate (unless ``rotation`` is None), round, and rotate back."""
 
     def rounded(states: Tensor) -> Tensor:
         if rotation is None:
@@ -323,7 +323,7 @@ def _to_fp8(states: Tensor) -> Tensor:
 
 
 def _affine(states: Tensor, bits: int) -> Tensor:
-    """Round to 2^bits even levels between the least and the largest of the last axis; both ends in 16 bits."""
+    """Round to 2^bits uniform levels from minimum to maximum of the last axis; minimum and step are in 16 bits."""
     values = states.float()
     low = values.amin(-1, keepdim=True).half().float()
     step = ((values.amax(-1, keepdim=True) - low) / (2**bits - 1)).half().float()
@@ -333,7 +333,7 @@ def _affine(states: Tensor, bits: int) -> Tensor:
 
 @functools.cache
 def gaussian_codebook(bits: int) -> Tensor:
-    """Levels of the best quantizer of a standard Gaussian (Lloyd, Max), (2^bits,) float64, ascending."""
+    """Return the Lloyd-Max levels of a standard Gaussian, (2^bits,) float64, ascending."""
     levels = torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     ends = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""What the running process uses: memory, the clock, and the device."""
+"""Memory use, clock and device of the running process."""
 
 import contextlib
 import platform
@@ -12,14 +12,14 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Read the clock once the device has finished what was asked of it, seconds."""
+    """Synchronize the device and return the clock, seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the GPU or of the processor, as far as the system tells."""
+    """Return the name of the GPU or CPU, as far as the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -30,40 +30,40 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_resident_mib() -> float:
-    """Highest resident memory of this process so far, MiB.
+    """Return the peak resident memory of this process so far, MiB.
 
-    Linux's ``VmHWM`` starts afresh with each program; ``ru_maxrss`` starts at its parent's.
+    Linux resets ``VmHWM`` for each program; ``ru_maxrss`` starts at the value of the parent process.
     """
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return _proc_mib("self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def peak_device_mib(device: torch.device) -> float | None:
-    """Most memory that this process's tensors took on the device so far, MiB; None where it is not counted."""
+    """Return the peak memory of this process's tensors on the device, MiB; None if it is not tracked."""
     return _on_device(device, torch.accelerator.max_memory_allocated)
 
 
 def allocated_mib(device: torch.device) -> float | None:
-    """Memory of this process's tensors on the device now, MiB; None on the CPU and where it is not counted."""
+    """Return the current memory of this process's tensors on the device, MiB; None on a CPU or if it is not tracked."""
     return _on_device(device, torch.accelerator.memory_allocated)
 
 
 def available_mib(device: torch.device) -> float | None:
-    """Memory that is free on the device, or of the system for the CPU, MiB; None where it is not told."""
+    """Return the free memory of the device, or of the system for a CPU, MiB; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2**20
     return _proc_mib("meminfo", "MemAvailable") if device.type == "cpu" else None
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let :func:`peak_device_mib` begin again from what is allocated now, where it is counted."""
+    """Reset :func:`peak_device_mib` to the memory allocated now, if the device tracks it."""
     if device.type != "cpu":
         with contextlib.suppress(RuntimeError):
             torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _on_device(device: torch.device, read: Callable[[torch.device], int]) -> float | None:
-    """A statistic of the device's memory, MiB; None on the CPU and on a device without such statistics."""
+    """Return a memory statistic of the device, MiB; None on a CPU and on devices without memory statistics."""
     if device.type == "cpu":
         return None
     try:
@@ -73,7 +73,7 @@ def _on_device(device: torch.device, read: Callable[[torch.device], int]) -> flo
 
 
 def _proc_mib(file: str, field: str) -> float | None:
-    """A field of a file of Linux's /proc, MiB."""
+    """Return a field of a file in Linux's /proc, MiB; None without the file or the field."""
     path = Path("/proc", file)
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith(field + ":")), None)

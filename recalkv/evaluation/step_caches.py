@@ -1,4 +1,4 @@
-"""Caches of one layer that stand in for transformers' own where one decoding step is timed."""
+"""Single-layer caches that replace transformers' caches when one decoding step is timed."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class _Always:
-    """The layers of a cache that has one for all."""
+    """List of cache layers in which every index gives the same layer."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -16,12 +16,12 @@ class _Always:
 
 
 class FullCache:
-    """A cache of one layer that is full but for its last slot, which every step writes again.
+    """Cache of one layer that is full except for the last slot, which every step overwrites.
 
     Parameters
     ----------
     keys, values : (batch, heads, slots, columns)
-        What is cached.
+        Cached keys and values.
     recent : (batch, 1, window, columns) or None
         Exact latents of the last slots.
     """
@@ -31,29 +31,29 @@ class FullCache:
         self.layers = _Always(self)
 
     def append_recent(self, latents: Tensor, window: int) -> Tensor:
-        """Write the new token's exact latents; return those of the window."""
+        """Write the exact latents of the new token; return those of the window."""
         assert self.recent is not None
         self.recent[:, :, -1:] = latents
         return self.recent
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write the new token; return everything."""
+        """Write the new token; return all keys and values."""
         self._keys[:, :, -1:] = keys
         if values.shape[-1]:
             self._values[:, :, -1:] = values
         return self._keys, self._values
 
     def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        """Slots, and the first one's position."""
+        """Return the number of slots and the position of the first slot."""
         return self._keys.shape[2], 0
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Tokens before this step."""
+        """Return the number of tokens before this step."""
         return self._keys.shape[2] - 1
 
 
 class Recorder:
-    """A cache that keeps what is cached of a chunk, and is always empty."""
+    """Cache that records the keys and values of each chunk but always appears empty."""
 
     recent = None
 
@@ -62,18 +62,18 @@ class Recorder:
         self.layers = _Always(self)
 
     def append_recent(self, latents: Tensor, window: int) -> Tensor:
-        """Hand the chunk's exact latents back."""
+        """Return the exact latents of the chunk."""
         return latents
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keep a chunk and hand it back."""
+        """Record a chunk and return it."""
         self.chunks.append((keys, values))
         return keys, values
 
     def get_mask_sizes(self, queries: int, layer: int) -> tuple[int, int]:
-        """The chunk alone."""
+        """Return the size of the chunk alone."""
         return queries, 0
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """None before it."""
+        """Return 0: no tokens precede the chunk."""
         return 0

@@ -1,4 +1,4 @@
-"""What the dense model makes of a text, one layer at a time: for comparisons on machines that do not hold it."""
+"""Evaluate the dense model on a text one layer at a time, for machines that cannot hold the whole model."""
 
 import torch
 
@@ -9,16 +9,16 @@ from recalkv.text.windows import Windows
 
 @torch.no_grad()
 def dense_text(source: LayerSource, windows: Windows, batch_size: int = 1) -> MeasuredText:
-    """Losses and last hidden states of the dense model; the memory is that of a layer, and of the states.
+    """Return losses and last hidden states of the dense model; memory holds one layer and the hidden states.
 
     Parameters
     ----------
     source
         The dense model.
     windows
-        The text.
+        Windows of the text.
     batch_size
-        Windows per step: memory, not results.
+        Windows per step: affects memory, not results.
     """
     hidden = source.embed(windows.tokens, batch_size)
     for place, _ in source.decoder_layers():

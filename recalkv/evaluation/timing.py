@@ -1,4 +1,4 @@
-"""Times of short calls on any device: medians with their spread, and what they depend on."""
+"""Timing of short calls on any device: medians with their spread, and a record of the environment."""
 
 import importlib.util
 import statistics
@@ -13,18 +13,18 @@ from recalkv.evaluation.resources import device_name, now
 
 _WARM_UP = 3
 _WARM_SECONDS = 0.1
-# CUDA graphs launched in a row, so that the GPU never waits for the host.
+# CUDA graph replays launched back to back, so that the GPU never waits for the host.
 _REPLAYS = 5
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of single runs, seconds; those of several rounds add up.
+    """Times of single runs; adding two timings pools their runs.
 
     Attributes
     ----------
     seconds
-        Of each run.
+        Time of each run, seconds.
     """
 
     seconds: tuple[float, ...]
@@ -34,17 +34,17 @@ class Timing:
 
     @property
     def runs(self) -> int:
-        """How many there are."""
+        """Number of runs."""
         return len(self.seconds)
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median time, seconds."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third, seconds."""
+        """First and third quartile, seconds."""
         if self.runs == 1:
             return self.seconds[0], self.seconds[0]
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -52,17 +52,17 @@ class Timing:
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> Timing:
-    """Time of one call.
+    """Return the time of one call.
 
     Parameters
     ----------
     calls
-        The same work on different memory, done in turn: on a GPU together larger than the level-2 cache
+        The same work on different buffers, called in turn; on a GPU the buffers together exceed the L2 cache
         (:func:`cold_copies`).
     device
-        Where they run.
+        Device that the calls run on.
     repeats
-        Timed rounds; on CUDA each is a CUDA graph.
+        Timed rounds; on CUDA, each round replays a CUDA graph of all calls.
     """
     for _ in range(_WARM_UP):
         for call in calls:
@@ -76,7 +76,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, repeats
             for call in calls:
                 call()
         start = now(device)
-        # An idle GPU takes its time to reach its clock.
+        # An idle GPU needs some time to ramp up its clock.
         while now(device) - start < _WARM_SECONDS:
             graph.replay()
         return Timing(tuple(_events([graph.replay] * _REPLAYS) / len(calls) / _REPLAYS for _ in range(repeats)))
@@ -100,7 +100,7 @@ def _events(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def cold_copies(size: int, device: torch.device) -> int:
-    """Copies of so many bytes that together are four times a GPU's level-2 cache; 1 elsewhere."""
+    """Return how many copies of ``size`` bytes fill a GPU's L2 cache four times, at least 2; 1 on other devices."""
     if device.type != "cuda":
         return 1
     level2: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -108,7 +108,7 @@ def cold_copies(size: int, device: torch.device) -> int:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, clock (MHz; None where it cannot be read), threads and versions."""
+    """Return the device, clock (MHz; None if it cannot be read), threads and versions."""
     return {
         "device": device_name(device),
         "clock_mhz": _clock(device),
@@ -123,5 +123,5 @@ def _clock(device: torch.device) -> int | None:
         return None
     try:
         return int(torch.cuda.clock_rate(device))
-    except Exception:  # NVML's Python package is not there, or it has an error of its own
+    except Exception:  # NVML's Python package is missing or fails
         return None

@@ -1,1 +1,1 @@
-"""Pages, pictures and tables from what the stages left."""
+"""Pages, pictures and tables made from the outputs of the stages."""

@@ -1,4 +1,4 @@
-"""Bytes of the cache, dense and compressed, and what of it fits beside the weights: arithmetic, nothing is run."""
+"""Cache bytes, dense and compressed, and how much cache fits beside the weights: computed without running a model."""
 
 import bisect
 import functools
@@ -12,43 +12,43 @@ from recalkv.reports import tables
 GIB = 2**30
 WEIGHT_BYTES = 2
 CONTEXTS = tuple(1024 << step for step in range(2, 8))
-"""4K to 128K tokens."""
+"""Context lengths: 4K to 128K tokens."""
 MEMORIES_GIB = (24, 80, 141)
 _SEQUENCES = (4096, 32768)
 BITS = (16, 8, 4, 3, 2)
-"""Of a cached number, scales included: what a codec and latents in mixed bits are given, and keep to."""
+"""Bits per cached element, including scales: the bit budgets given to codecs and mixed-bit latents, which they meet."""
 
 
 _MOST = 1 << 40
-"""Tokens beyond which a sequence is not counted; sliding layers alone cache no more of any."""
+"""Upper bound of counted tokens; if all layers have a sliding window, the cache is bounded and any length may fit."""
 
 
 def layer_bytes(sizes: AttentionGeometry, bits: float) -> list[float]:
-    """Bytes that each layer caches of one token, without the tokens that a residual window keeps in 16 bits."""
+    """Return the bytes that each layer caches per token, without the 16-bit tokens of a residual window."""
     return [2 * sizes.kv_width * bits / 8] * sizes.layers
 
 
 def _held(sizes: ModelSizes, layers: Sequence[float], context: int) -> float:
-    """Bytes of one sequence, of the bytes of a token in each layer."""
+    """Return the cache bytes of one sequence from the bytes per token of each layer."""
     return sum(map(operator.mul, layers, sizes.cached_tokens(context)))
 
 
 def table(sizes: ModelSizes, own: Sequence[int] | None = None) -> dict[str, dict[str, float]]:
-    """Figures of one model, by the bits of its cache.
+    """Return the figures of one model, by the bits per element of its cache.
 
     Parameters
     ----------
     sizes
-        The model.
+        Sizes of the model.
     own
-        Bytes per token of each layer of a checkpoint that is to have a line of its own.
+        Bytes per token of each layer of a checkpoint that gets an additional row.
 
     Returns
     -------
     dict
-        For each kind ``bytes_per_token``; ``gib_at_N_tokens``, in which layers with a sliding window hold no more than
-        that; and for each memory, beside 16-bit weights of the dense model, ``tokens_in_N_gib`` of one sequence and
-        ``sequences_of_M_in_N_gib`` (0 where the weights do not fit).
+        For each kind of cache: ``bytes_per_token``; ``gib_at_N_tokens``, where layers with a sliding window hold no
+        more tokens than the window; and for each memory size, beside the dense model's weights in 16 bits,
+        ``tokens_in_N_gib`` of one sequence and ``sequences_of_M_in_N_gib`` (0 if the weights do not fit).
     """
     kinds = {f"{bits} bits": layer_bytes(sizes.attention, bits) for bits in BITS}
     if own is not None:
@@ -67,7 +67,7 @@ def table(sizes: ModelSizes, own: Sequence[int] | None = None) -> dict[str, dict
 
 
 def markdown(name: str, sizes: ModelSizes, rows: dict[str, dict[str, float]]) -> str:
-    """Two tables of one model: GiB by context, and what fits."""
+    """Render two tables of one model: GiB by context length, and the tokens and sequences that fit."""
     weights = WEIGHT_BYTES * sizes.parameters
     shape = sizes.attention
     own = f" with keys and values of {shape.layers + shape.others}" if shape.others else ""

@@ -1,4 +1,4 @@
-"""The page of `recalkv eval`: a compressed model beside the dense one, and what to change where it is poor."""
+"""Page of `recalkv eval`: a compressed model against the dense model, with advice if its quality is poor."""
 
 import json
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from recalkv.reports.tables import STATES, counted_in, markdown
 from recalkv.store.folders import write_whole
 
 FIGURES = "evaluation.json"
-"""What a checkpoint's folder has of its own evaluation, beside the page of the same name."""
+"""File of a checkpoint's evaluation figures in its folder, beside the page with the same stem."""
 
 _EXCESS, _KL, _TOP1, _DIGITS = 0.05, 0.1, 0.9, 0.1
 WITHIN = f"all metrics are within their limits (excess {_EXCESS:g}, KL {_KL:g} nats; top-1 {_TOP1:.0%})"
-"""Of a page without advice."""
+"""Line of a page without advice."""
 
 _CALIBRATION_TOKENS = 32 * 1024
-"""Of the defaults, on which the method was tried."""
+"""Calibration tokens of the default parameters, with which the method was tested."""
 
 
 def advice(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> list[str]:
-    """What is poor, and what to change; nothing where nothing is.
+    """Return lines on what is poor and what to change; an empty list if nothing is poor.
 
-    A text is poor where the loss rises by more than 0.05 nats per token, the divergence is above 0.1, or top-1
-    agreement below 90 %. Hidden numbers are where a tenth of the digits less is found, by more than twice
-    the error.
+    Quality on a text is poor if the loss increases by more than 0.05 nats per token, the KL divergence exceeds 0.1, or
+    top-1 agreement is below 90 %. Needle retrieval is poor if the fraction of digits found drops by more than 0.1 and
+    by more than twice the standard error.
     """
     poor = []
     for name, own in {figures["text"]: figures["perplexity"], **figures["further_texts"]}.items():
@@ -54,10 +54,10 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> list[str]:
 
 
 def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> None:
-    """Write the page, the figures beside it as JSON, and the card of the checkpoint where that is its folder."""
+    """Write the page, the figures beside it as JSON, and the model card if the folder is that of the checkpoint."""
     files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
     named = out.with_suffix(".json").name == FIGURES
-    # Not another model's card, where the page of one lies in its folder.
+    # Do not overwrite the card of another model if the page is written to that model's folder.
     if isinstance(spec, LatentSpec) and named and _is_config_of(out.parent / "config.json", spec):
         files[out.parent / CARD] = model_card(spec, figures)
     for path, content in files.items():
@@ -73,7 +73,7 @@ def _is_config_of(path: Path, spec: LatentSpec) -> bool:
 
 
 def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
-    """Changes in the order of their worth."""
+    """Return suggested changes, most effective first."""
     if isinstance(spec, Codec):
         bits = spec.record.get("bits", spec.bits_per_element())
         return [
@@ -84,7 +84,7 @@ def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
     parameters, calibration = spec.parameters, spec.calibration or {}
     found = []
     if parameters.get("bits") != "mixed":
-        # Only energies of the loss tell how to mix them.
+        # Mixing bits needs the energies of the loss-aware metric.
         change = "--bits mixed" if parameters.get("method") == "loss-aware" else "--method loss-aware"
         found.append(f"cache mixed bits (`{change}`), which lose less at the same bytes")
     tokens = calibration.get("samples", 0) * calibration.get("length", 0)

@@ -1,15 +1,15 @@
-"""Tables of README and docs, each from a committed report.
+"""Tables of README and docs, each generated from a committed report.
 
-They stand between ``<!-- table: NAME -->`` and ``<!-- end -->`` (:mod:`recalkv.reports.tables`). After a new run,
+The tables are between ``<!-- table: NAME -->`` and ``<!-- end -->`` (:mod:`recalkv.reports.tables`). After a new run,
 
     python -m recalkv.reports.figures
 
-rewrites all of them (``make reproduce`` does so); with ``--check`` it only says what differs.
+rewrites all of them (``make reproduce`` runs it); with ``--check`` it only reports differences.
 
-Everything else that looks measured is a fault: a decimal, a per cent, a number with thousands, or one with a unit of
-time, memory, loss or speed. Sentences cite a page instead. What is not measured, as settings, versions, identifiers and
-constants, is written as code. Counts without a unit (``8 windows``) and sections are free. Code is not looked into: it
-shows commands, no results.
+Any other number that looks measured is an error: a decimal, a percentage, a number with a thousands separator, or one
+with a unit of time, memory, loss or speed. Sentences cite a page instead. Numbers that are not measured, such as
+settings, versions, identifiers and constants, are written as code. Counts without a unit (``8 windows``) and section
+numbers are allowed. Code is not checked: it shows commands, not results.
 """
 
 import argparse
@@ -41,16 +41,16 @@ TABLES: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "stages": (tables.stages, ("timings",)),
     "zeroshot": (tables.zeroshot, ("suites/zeroshot-sets", "suites/zeroshot-sets-small")),
 }
-"""Functions by the names that pages use, and the reports that they take; ``{}`` is a further word (``grid bits``)."""
+"""Table functions and their reports, by the names that pages use; ``{}`` is a second word, as in ``grid bits``."""
 
 PAGES = ("README.md", "docs/*.md", "examples/*.md", "benchmarks/README.md")
-"""Those of the project."""
+"""Glob patterns of the pages of the project."""
 
 _CODE = r"^```.*?^```|`[^`\n]*`"
 _BLOCK = r"<!-- table: (?P<table>[\w -]+) -->\n.*?<!-- end -->"
 _TABLES = re.compile(f"{_CODE}|{_BLOCK}", re.MULTILINE | re.DOTALL)
 
-# Where no figure is looked for: tables, comments, and the targets of links.
+# Not searched for measured numbers: code, tables, comments and link targets.
 _NO_PROSE = re.compile(f"{_CODE}|{_BLOCK}|<!--.*?-->|\\]\\([^)]*\\)|<https?:[^>]*>", re.MULTILINE | re.DOTALL)
 _UNITS = (
     r"%|per cent|(?:[mµn]?s|sec(?:ond)?s?|min(?:ute)?s?|hours?|[KMGT]i?B|bytes?|nats|tokens/s|times|x|[GT]?FLOPs?)\b"
@@ -59,12 +59,12 @@ _MEASURED = re.compile(rf"(?<!section )\b\d+\.\d+|\b\d{{1,3}}(?:,\d{{3}})+|\b\d+
 
 
 def refreshed(text: str, root: Path) -> str:
-    """Return a page with its tables as the reports under ``root`` have them now.
+    """Return a page with its tables regenerated from the current reports under ``root``.
 
     Raises
     ------
     ReportError
-        If there is no such table, or its report has not what it wants; the message names the line.
+        If a table is unknown, or its report lacks something it needs; the message names the line.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -80,7 +80,7 @@ def refreshed(text: str, root: Path) -> str:
 
 
 def _table(root: Path, name: str, *words: str) -> str:
-    """One table, or a line that says which of its reports is not there."""
+    """Render one table, or a line that names its missing report."""
     if name not in TABLES:
         raise ReportError(f"there is no table {name!r}; choose one of: {', '.join(TABLES)}.")
     function, patterns = TABLES[name]
@@ -96,20 +96,20 @@ def _table(root: Path, name: str, *words: str) -> str:
 
 
 def _contents(path: Path) -> Any:
-    """A report, or the records of one that has a line for each."""
+    """Read a JSON report, or the records of a .jsonl report."""
     text = path.read_text()
     return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 
 def measured_numbers(text: str) -> Iterator[tuple[int, str]]:
-    """Lines (from 1) and numbers of a page that look measured, outside of its tables."""
+    """Yield the line (from 1) and text of each number outside the tables of a page that looks measured."""
     prose = _NO_PROSE.sub(lambda match: "\n" * match[0].count("\n") or " ", text)
     for match in _MEASURED.finditer(prose):
         yield prose.count("\n", 0, match.start()) + 1, match[0]
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
-    """Refresh or check pages; 1 if a figure differs or has no source."""
+    """Refresh or check pages; return 1 if a table fails or (with ``--check``) differs, or a number has no source."""
     parser = argparse.ArgumentParser(description="Rewrite the figures of pages from the reports that they name.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files, by default all; reports are here")
     parser.add_argument("--check", action="store_true", help="write nothing, and say what differs")

@@ -1,4 +1,4 @@
-"""Quality against size: every method's divergence from the dense model by bits per cached element, on several texts."""
+"""Quality against size: KL divergence of every method from the dense model by bits per cached element, per text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,27 +12,27 @@ from recalkv.reports.tables import bits_at_context, frontier
 Row = dict[str, Any]
 
 _PAPERS = ("palu", "recalkv", "svd")
-"""Names of methods of the literature begin so."""
+"""Prefixes of the names of low-rank methods from the literature."""
 
 
 def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
-    """One row for each text of a cell.
+    """Return one row for each text of a cell.
 
     Parameters
     ----------
     name
-        Of the cell.
+        Name of the cell.
     cell
-        What the stage ``cell``, ``quantizer`` or ``codec_cell`` wrote.
+        Output of the stage ``cell``, ``quantizer`` or ``codec_cell``.
     main_text
         Name of ``evaluation.text``.
 
     Returns
     -------
     list of dict
-        ``method``, ``bits_per_element`` (scales included; an exact window spread over 2,048 tokens), ``text``, ``kl``
-        and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), and ``ours``: the
-        codec or latents in mixed bits.
+        ``method``, ``bits_per_element`` (including scales; an exact window is amortized over 2,048 tokens), ``text``,
+        ``kl`` and its ``error``, ``excess`` and its ``excess_error`` (nats per token), ``top1`` (fraction), and
+        ``ours``: whether the method is the codec or mixed-bit latents.
     """
     return [
         {
@@ -51,14 +51,14 @@ def rows_of(name: str, cell: Mapping[str, Any], main_text: str) -> list[Row]:
 
 
 def family(row: Mapping[str, Any]) -> str:
-    """Methods that are one line of the picture: the name up to its size."""
+    """Return the family of a method, one line of the picture: the name without its size suffix."""
     return str(row["method"]).rpartition("-")[0] or str(row["method"])
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """One panel a text: divergence over bits per element, both logarithmic; a line for each family of methods.
+    """Draw KL divergence over bits per element, both logarithmic: one panel per text, one line per method family.
 
-    Variations of ours (``ours-NAME-BITS``) are in the table alone.
+    Variants of our method (``ours-NAME-BITS``) appear only in the table.
     """
     rows = [row for row in rows if not family(row).startswith("ours-")]
     texts = list(dict.fromkeys(row["text"] for row in rows))
@@ -69,7 +69,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             own = sorted(
                 (row["bits_per_element"], row["kl"]) for row in rows if row["text"] == text and family(row) == name
             )
-            # One line to look at; low rank in 16 bits dashed.
+            # Emphasize our lines; low-rank methods of the literature are dashed.
             dashed = name.startswith(_PAPERS)
             style = {"linewidth": 1.0, "linestyle": "--" if dashed else "-", "markersize": 5}
             if name == "ours":

@@ -1,4 +1,4 @@
-"""The page of a grid of settings: one table, one picture, and the paper's figures beside ours on its models."""
+"""Page of a grid of settings: one table, one picture, and a comparison with the paper on the paper's models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,18 +15,18 @@ def grid_page(
     text: str,
     paper: Sequence[dict[str, Any]],
 ) -> str:
-    """Render a grid.
+    """Render the page of a grid.
 
     Parameters
     ----------
     title, setting
-        What it is, and what is the same in all cells.
+        Title of the grid, and description of the setting shared by all cells.
     picture
-        File name.
+        File name of the picture.
     cells
-        What the ``cell`` stage wrote, by name.
+        Outputs of the ``cell`` stage, by name.
     text
-        What the cells are measured on, as the paper names it where it has that text.
+        Evaluation text of the cells, by the paper's name for it if the paper uses it.
     paper
         Rows of the paper for this model (:func:`recalkv.reports.paper.paper_rows`).
     """
@@ -50,12 +50,12 @@ def grid_page(
 
 
 def removed_by_rank(ratio: float, bits: str) -> float | None:
-    """Fraction of the ranks that a ratio of bytes removes, as the paper counts; None with mixed bits."""
+    """Convert the removed fraction of bytes to that of ranks, as the paper counts; None with mixed bits."""
     return None if bits == "mixed" else round(1 - (1 - ratio) * 16 / int(bits), 3)
 
 
 def _variant(row: Mapping[str, Any]) -> str:
-    """The method as the paper's Table 3 names it, where HSR or OVC is left out."""
+    """Return the method name, as in the paper's Table 3 if HSR or OVC is left out."""
     setting = row["setting"]
     kept = [
         name

@@ -1,4 +1,4 @@
-"""The report's part on latency, from what the latency stage left."""
+"""Latency section of the report, from the outputs of the latency stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _WHOLE = ("context", "cache", "dense", "compressed", "compressed / dense")
 
 
 def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Times of decoding: where and how they were taken, one module beside the dense one, the whole model."""
+    """Render decoding times: the setup, one attention module against the dense one, and the whole model."""
     first = rows[0]
     clock = f", {first['clock_mhz']} MHz" if first["clock_mhz"] else ""
     threads = f"{first['threads']} thread{'s' if first['threads'] > 1 else ''}"

@@ -1,4 +1,4 @@
-"""Numbers hidden in long texts: what each model finds of them, by length and depth of the prompts."""
+"""Needle retrieval from long texts: scores of each model, by prompt length and depth."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,31 +11,31 @@ from recalkv.params import NeedleParams
 from recalkv.reports.tables import needle
 
 ALL = "all"
-"""In the place of a length: the mean over all."""
+"""Replaces the length in rows that average over all lengths."""
 
 
 def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """All models' scores, by falling bits.
+    """Return the scores of all models, by descending bits.
 
     Parameters
     ----------
     cells
-        What the stage ``needle`` wrote, by name.
+        Outputs of the stage ``needle``, by name.
     earlier
-        An earlier report, for what has no cell; left aside where it is of another model or of other prompts.
+        An earlier report, for methods without a cell; ignored if it has another model or other prompts.
 
     Returns
     -------
     dict
-        ``rows``: by ``method`` and ``length`` (or :data:`ALL`), ``bits_per_element``, ``prompts``, and of each score
+        ``rows``: by ``method`` and ``length`` (or :data:`ALL`), ``bits_per_element``, ``prompts``, and for each score
         (:data:`recalkv.evaluation.suites.needle.SCORES`) the mean and, as ``NAME_error``, its standard error over
-        prompts, within each of which the mean is over depths; 0 where there is one prompt only. ``places``: by
-        ``method``, ``length`` and ``depth`` the means. ``setting``: model, lengths, depths and prompts of each length.
+        prompts, each averaged over depths first; the error is 0 with a single prompt. ``places``: the means by
+        ``method``, ``length`` and ``depth``. ``setting``: model, lengths, depths and number of prompts per length.
 
     Raises
     ------
     DataError
-        If cells are of several settings, or there are none.
+        If the cells have different settings, or there are no cells.
     """
     if not cells:
         raise DataError("there are no cells of hidden numbers; measure some, as by `make suites`.")
@@ -65,7 +65,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
             for k, depth in enumerate(cell["depths"]):
                 means = {score: float(values[i, :, k].mean()) for score, values in scores.items()}
                 places.append({"method": name, "length": length, "depth": depth} | means)
-        # Prompts of different lengths are drawn apart.
+        # Prompts of different lengths are drawn independently, so squared errors add up.
         found = {
             score: (means.mean(), np.linalg.norm(errors) / len(errors)) for score, (means, errors) in by_length.items()
         }
@@ -77,7 +77,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
 
 
 def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean over (lengths, prompts), and its standard error over prompts, (lengths,) each."""
+    """Return the mean of (lengths, prompts) over prompts, and its standard error, (lengths,) each."""
     prompts = values.shape[1]
     errors = values.std(axis=1, ddof=1) / np.sqrt(prompts) if prompts > 1 else np.zeros(len(values))
     return values.mean(axis=1), errors
@@ -89,7 +89,7 @@ def _flat(found: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def page(found: Mapping[str, Any], wanted: NeedleParams, model: str) -> str:
-    """Render the page: one table, and the heat maps."""
+    """Render the page: one table and the heat maps."""
     return "\n".join(
         [
             "# Numbers hidden in long texts",

@@ -1,4 +1,4 @@
-"""The page of a run, reports/README.md, from what the stages left."""
+"""Page of a run, reports/README.md, made from the outputs of the stages."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from recalkv.reports.tables import dense_beside_compressed, excess, markdown, me
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the page shows.
+    """All data that the page shows.
 
     Attributes
     ----------
     params, method
-        Parameters of the run, and the method that they resolve to.
+        Parameters of the run, and the resolved method.
     layers
         Ranks, scores and errors of each layer.
     groupings
-        Groups of each layer's heads.
+        Head groups of each layer.
     allocation
-        Budget and what was allocated, elements per token.
+        Budget and allocated ranks, elements per token.
     metrics, latency, latency_rows, environment, samples
-        What ``evaluate`` and ``latency`` wrote.
+        Outputs of the stages ``evaluate`` and ``latency``.
     comparison
-        Methods side by side.
+        Comparison of methods.
     paper
         The paper's rows for this model.
     """
@@ -192,7 +192,7 @@ def _mean(values: Iterable[float]) -> str:
 
 
 def _paper(facts: Facts) -> list[str]:
-    """Our figures beside the paper's, for a model that the paper has."""
+    """Render our figures beside the paper's; empty for models that are not in the paper."""
     wanted, text = facts.params.compression, facts.params.evaluation.text
     by_rank = removed_by_rank(wanted.ratio, str(facts.method.bits))
     measured = []
@@ -209,7 +209,7 @@ def _paper(facts: Facts) -> list[str]:
 
 
 def _sample(sample: dict[str, str]) -> list[str]:
-    """One prompt, and how both models go on."""
+    """Render one prompt with the continuations of both models."""
 
     def quote(text: str) -> str:
         return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,4 +1,4 @@
-"""The paper's own figures (``reports/paper.json``) beside those measured here, on the models of the paper."""
+"""Figures printed in the paper (``reports/paper.json``) beside ours, for the models of the paper."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ from recalkv.reports.tables import markdown
 
 @dataclass(frozen=True)
 class Measured:
-    """One figure of ours.
+    """One figure that we measured.
 
     Attributes
     ----------
     method, bits
-        As in ``params.yaml``; ``dense`` and 16 for the dense model.
+        Method and bits as in ``params.yaml``; ``dense`` and 16 for the dense model.
     ratio
-        Fraction of the cache removed by rank, bits apart, as the paper counts.
+        Fraction of the cache removed by rank, not counting quantization, as the paper counts.
     score
-        ``wikitext2``, ``ptb``, ``c4`` (perplexity), or a task's name (per cent).
+        ``wikitext2``, ``ptb``, ``c4`` (perplexity), or the name of a task (percent).
     value
-        The figure.
+        Measured value.
     """
 
     method: str
@@ -35,7 +35,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Beside:
-    """One figure of ours with the paper's for the same model, ratio and bits; None where the paper has none."""
+    """One of our figures with the paper's for the same model, ratio and bits; None where the paper has no figure."""
 
     ours: Measured
     palu: float | None
@@ -43,7 +43,7 @@ class Beside:
 
 
 def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
-    """Rows of the paper's tables for a model by its id on the hub; none for a model that it does not have."""
+    """Return the rows of the paper's tables for a model by hub id; empty for a model that is not in the paper."""
     printed = [name for name in preset_names() if name.startswith("paper/")]
     known = {preset(name).model.id: name.removeprefix("paper/") for name in printed}
     if model_id not in known or not path.exists():
@@ -53,9 +53,9 @@ def paper_rows(path: Path, model_id: str) -> list[dict[str, Any]]:
 
 
 def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -> list[Beside]:
-    """Pair our figures with the paper's: same score, ratio and bits.
+    """Pair our figures with the paper's of the same score, ratio and bits.
 
-    The dense model's figure stands in both columns.
+    For the dense model, both columns have the paper's dense figure.
     """
     printed: dict[tuple[str, float, str, str], float] = {}
     for row in rows:
@@ -68,7 +68,7 @@ def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -
             palu = recalkv = printed.get(("dense", *where))
         else:
             palu = printed.get(("palu", *where))
-            # A variant, such as `recalkv (HSR)`, stands beside itself; Table 3 names the whole method by its two ideas.
+            # A variant, such as `recalkv (HSR)`, is paired with itself; Table 3 calls the full method `HSR + OVC`.
             names = [figure.method] if figure.method.startswith("recalkv (") else ["recalkv", "recalkv (HSR + OVC)"]
             recalkv = next((printed[name, *where] for name in names if (name, *where) in printed), None)
         if palu is not None or recalkv is not None:
@@ -77,7 +77,7 @@ def beside_paper(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -
 
 
 def paper_section(rows: Iterable[dict[str, Any]], measured: Sequence[Measured]) -> list[str]:
-    """Our figures beside the paper's; no lines where it has none of them."""
+    """Render our figures beside the paper's; empty if the paper has none of them."""
     lines = []
     for pair in beside_paper(rows, measured):
         ours, printed = pair.ours, (pair.palu, pair.recalkv)

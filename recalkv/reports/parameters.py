@@ -1,4 +1,4 @@
-"""The parameters of ``params.yaml`` as a table of docs/pipeline.md."""
+"""Tables of the parameters in ``params.yaml``, for docs/pipeline.md."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from recalkv.reports.tables import markdown
 
 
 def parameters() -> str:
-    """Every parameter of ``params.yaml``: its default, its range, its meaning."""
+    """Render the default, range and meaning of every parameter of ``params.yaml``, one table per section."""
     parts = []
     for section, field in Params.model_fields.items():
         model = field.annotation
@@ -26,7 +26,7 @@ def parameters() -> str:
 
 
 def _limits(info: Any) -> str:
-    """Range of a field, as pydantic has it: ``>= 0 and < 1``."""
+    """Return the range of a field from its pydantic constraints, such as ``>= 0 and < 1``."""
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [f"{signs[key]} {getattr(rule, key)}" for rule in info.metadata for key in signs if hasattr(rule, key)]
     return f"`{' and '.join(found)}`" if found else ""

@@ -1,4 +1,4 @@
-"""The pictures of a run: CKA heat maps, ranks, errors, latency, retrieval, and perplexity against bytes."""
+"""Figures of a run: CKA heat maps, ranks, errors, latency, needle retrieval, and perplexity against bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ _DPI = 120
 def cka_heat_maps(
     path: Path, similarities: Sequence[np.ndarray], permutations: Sequence[Sequence[int]], layers: Sequence[int]
 ) -> None:
-    """CKA of the key heads before (top) and after (bottom) reordering, for some layers (the paper's Fig. 2)."""
+    """Plot CKA of the key heads before (top) and after (bottom) reordering, for some layers (the paper's Fig. 2)."""
     figure, axes = plt.subplots(
         2, len(layers), figsize=(2.3 * len(layers) + 0.6, 5.0), squeeze=False, layout="constrained"
     )
@@ -44,7 +44,7 @@ def cka_heat_maps(
 
 
 def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, title: str, log: bool = False) -> None:
-    """One line per series over the layers."""
+    """Plot one line per series over the layers."""
     figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     markers = "osd^v"
     for (name, values), marker in zip(series.items(), markers, strict=False):
@@ -60,9 +60,9 @@ def layer_lines(path: Path, series: dict[str, Sequence[float]], ylabel: str, tit
 
 
 def needle_heat_maps(path: Path, places: Sequence[dict[str, Any]]) -> None:
-    """Digits found by prompt length and depth, a panel a model, four in a row.
+    """Plot digits found by prompt length and depth: one panel per model, up to four panels per row.
 
-    ``places`` are those of :func:`recalkv.reports.needle.report`.
+    ``places`` is the entry of the same name from :func:`recalkv.reports.needle.report`.
     """
     methods, lengths, depths = (
         list(dict.fromkeys(row[key] for row in places)) for key in ("method", "length", "depth")
@@ -96,9 +96,9 @@ def needle_heat_maps(path: Path, places: Sequence[dict[str, Any]]) -> None:
 
 
 def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Speed-up of one attention module over context (the paper's Fig. 4).
+    """Plot the speed-up of one attention module over context length (the paper's Fig. 4).
 
-    ``rows`` are those of :func:`recalkv.evaluation.latency.comparison_row`.
+    ``rows`` come from :func:`recalkv.evaluation.latency.comparison_row`.
     """
     figure, axis = plt.subplots(figsize=(4.8, 3.7), layout="constrained")
     contexts = [row["context"] for row in rows]
@@ -118,9 +118,9 @@ def latency_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Perplexity against the bytes cached per token, 16 bits an element; settings that differ in ratio make a line.
+    """Plot perplexity over cached bytes per token (16-bit elements); settings that differ only in ratio share a line.
 
-    ``rows`` are what the ``cell`` stage wrote.
+    ``rows`` are outputs of the ``cell`` stage.
     """
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     series: dict[str, list[tuple[float, float]]] = {}
@@ -145,7 +145,7 @@ def against_bytes(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Sequence[Any]) -> None:
-    """Heat maps of some layers' heads, and ranks, Fisher scores and errors of all layers."""
+    """Plot head-similarity heat maps of some layers, and ranks, Fisher scores and errors of all layers."""
 
     def column(name: str) -> list[float]:
         return [layer[name] for layer in layers]
@@ -182,6 +182,6 @@ def draw_report(folder: Path, layers: Sequence[dict[str, float]], groupings: Seq
 def save(figure: Any, path: Path) -> None:
     """Write a figure and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No date in the file: the same data give the same bytes.
+    # Leave out matplotlib's version, so that the same data give the same bytes.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
     plt.close(figure)

@@ -1,6 +1,6 @@
-"""Tables of what the stages measured, in Markdown: for the run's own page, for grids, and for README and docs.
+"""Markdown tables of the measurements of the stages: for the page of a run, for grids, and for README and docs.
 
-Each function takes the content of reports, as JSON gives it, and looks nothing up elsewhere.
+Each function takes the parsed JSON content of reports and reads nothing else.
 """
 
 import re
@@ -9,32 +9,32 @@ from typing import Any
 
 _SIDES = ("dense", "compressed")
 CONTEXT = 2048
-"""Tokens that the exact ones of a sequence are spread over; as many as :data:`recalkv.model.sizes.COUNTED_TOKENS`."""
+"""Sequence length over which exact tokens are amortized; equal to :data:`recalkv.model.sizes.COUNTED_TOKENS`."""
 STATES = "states of the other layers, bytes per sequence"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Render a table; the first ``left`` columns are text, the others numbers."""
+    """Render a table; the first ``left`` columns are text, the others are numbers."""
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
 
 
 def excess(row: Mapping[str, Any]) -> str:
-    """Rise of the loss with its standard error, nats per token."""
+    """Format the increase of the loss with its standard error, nats per token."""
     return f"{row['excess_nats']:.3f} ± {row['excess_standard_error_nats']:.3f}"
 
 
 def counted_in(cache: Mapping[str, Any]) -> tuple[str, float]:
-    """What elements of the dense cache are counted in, in words, and a cache's own bytes times what are bytes of it.
+    """Return a label for the dtype of the dense reference cache, and its size relative to the live dense cache.
 
-    Of packed rows the reference is a dense cache of 16 bits, whatever the measured model's type.
+    For packed rows, the reference is a dense 16-bit cache, whatever the dtype of the measured model.
     """
     dense, live = cache["reference_bytes_per_token"], cache["dense_bytes_per_token"]
     return "" if dense == live else " in 16 bits" if dense < live else " in float32", dense / live
 
 
 def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, Any]) -> str:
-    """Perplexity, cache, parameters and speed of the pipeline's checkpoint, one attention module included."""
+    """Render perplexity, cache, parameters and speed of the pipeline's checkpoint and of one attention module."""
     cache = metrics["cache"]
     kind, scale = counted_in(cache)
     live = {"dense": cache["reference_bytes_per_token"], "compressed": cache["compressed_bytes_per_token"]}
@@ -68,21 +68,21 @@ def dense_beside_compressed(metrics: Mapping[str, Any], latency: Mapping[str, An
 
 
 def decoding(latency: Mapping[str, Any]) -> Iterable[tuple[int, str, Mapping[str, float]]]:
-    """Rates of whole-model decoding, tokens/s, by context and cache."""
+    """Yield context length, kind of cache, and rates of whole-model decoding in tokens/s."""
     for context, caches in sorted(latency["decode_tokens_per_second"].items(), key=_natural):
         for cache, rates in caches.items():
             yield _number(context), cache, rates
 
 
 def bits_at_context(cell: Mapping[str, Any], tokens: Sequence[int] | None = None) -> float:
-    """Bits of a cached number of one sequence of :data:`CONTEXT` tokens, its exact tokens counted as well.
+    """Return the bits per cached element of one sequence of :data:`CONTEXT` tokens, including exact tokens.
 
     Parameters
     ----------
     cell
-        Bytes as the stages ``cell``, ``codec_cell`` and ``quantizer`` write them.
+        Byte counts, as written by the stages ``cell``, ``codec_cell`` and ``quantizer``.
     tokens
-        What each layer caches of them; None for what the cell says, or for all in every layer.
+        Tokens that each layer caches; None for those recorded in the cell, or else for all tokens in every layer.
     """
     tokens = tokens or cell.get("cached_tokens")
     if tokens is None:
@@ -93,7 +93,7 @@ def bits_at_context(cell: Mapping[str, Any], tokens: Sequence[int] | None = None
 
 
 def methods(comparison: Mapping[str, Any]) -> str:
-    """All methods beside the dense 16-bit cache; bits of a cached number count a sequence's exact tokens as well."""
+    """Render all methods beside the dense 16-bit cache; bits per cached element include exact tokens."""
     rows = comparison["rows"]
     dense = f"{rows[0]['dense_bytes_per_token']:,.0f}"
     lines = [["dense", "16", dense, f"{comparison['perplexity_dense']:.2f}", "0", "0", "100%"]]
@@ -108,7 +108,7 @@ def methods(comparison: Mapping[str, Any]) -> str:
 
 
 def setting(environment: Mapping[str, str], metrics: Mapping[str, Any]) -> str:
-    """Where and on what the default run was measured, in one sentence."""
+    """Describe the texts and the machine that the default run was measured on."""
     text = metrics["perplexity"]
     documents = f" of {text['documents']} documents" if "documents" in text else ""
     return (
@@ -120,7 +120,7 @@ def setting(environment: Mapping[str, str], metrics: Mapping[str, Any]) -> str:
 
 
 def grid(cells: Mapping[str, Mapping[str, Any]]) -> str:
-    """One grid's cells, by falling bytes; what tells them apart are columns."""
+    """Render the cells of a grid by descending bytes; settings that differ between cells are columns."""
     rows = sorted(cells.values(), key=lambda row: (-row["bytes_per_token"], row["perplexity"]))
     columns, texts, first = varied([row["setting"] for row in rows]), list(rows[0]["further_texts"]), rows[0]
     further = [f"{first['further_texts'][text]['dense']:.2f}" for text in texts]
@@ -135,7 +135,7 @@ def grid(cells: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def frontier(report: Mapping[str, Any]) -> str:
-    """Divergence, agreement and excess of every method by falling bits, a column a text (``stages.frontier``)."""
+    """Render KL divergence, agreement and excess loss of every method, one KL column per text (``stages.frontier``)."""
     rows, texts = report["rows"], list(dict.fromkeys(row["text"] for row in report["rows"]))
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -162,7 +162,7 @@ _CACHES = {
 
 
 def real_models(report: Mapping[str, Any]) -> str:
-    """Divergence on articles of some caches, and their bits, a column a model (``stages.models_page``)."""
+    """Render KL divergence and bits of some caches on articles, one column per model (``stages.models_page``)."""
     columns = []
     for model in report["models"].values():
         text = model["rows"][0]["text"]
@@ -173,7 +173,7 @@ def real_models(report: Mapping[str, Any]) -> str:
 
 
 def gpu_models(records: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens a second of a dense model and of one with the codec, and the largest batch (``benchmarks.gpu models``)."""
+    """Render throughput of the dense model and the codec, also at the largest batch (``benchmarks.gpu models``)."""
     lines: dict[str, list[str]] = {}
     heads: dict[str, None] = {}
     for each in records:
@@ -191,7 +191,7 @@ def gpu_models(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def codec_speed(report: Mapping[str, Any]) -> str:
-    """Speed of the codec over the dense model by cached tokens (``benchmarks.codec``)."""
+    """Render the speed of the codec relative to the dense model, by cached tokens (``benchmarks.codec``)."""
     kinds = {"attention": "one attention step", "model": "decoding", "prompt": "a prompt"}
     counts = sorted({int(name.rpartition("_")[2]) for name in report if name.startswith(tuple(kinds))})
     lines = [
@@ -202,7 +202,7 @@ def codec_speed(report: Mapping[str, Any]) -> str:
 
 
 def codec_divergence(report: Mapping[str, Any]) -> str:
-    """Divergence of the codec by bits of its rows, a column a text (``make frontier``)."""
+    """Render KL divergence of the codec by bits of its rows, one column per text (``make frontier``)."""
     found = {(row["method"], row["text"]): row["kl"] for row in report["rows"] if row["method"].startswith("codec")}
     names, texts = (list(dict.fromkeys(each)) for each in zip(*found, strict=True))
     names.sort(key=lambda name: ("per-head" in name, -int(name.rpartition("-")[2])))
@@ -211,7 +211,7 @@ def codec_divergence(report: Mapping[str, Any]) -> str:
 
 
 def exact_window(report: Mapping[str, Any]) -> str:
-    """Divergence of latents without and with the window of exact tokens, a pair of columns a text."""
+    """Render KL divergence of latents without and with the residual window, two columns per text."""
     rows = {(row["method"], row["text"]): row["kl"] for row in report["rows"]}
     texts = list(dict.fromkeys(row["text"] for row in report["rows"]))
     sides = {"without": "ours-no-window", "with": "ours"}
@@ -223,7 +223,7 @@ def exact_window(report: Mapping[str, Any]) -> str:
 
 
 def loss_targets(report: Mapping[str, Any]) -> str:
-    """Whether ``max_excess`` is met on test documents (``benchmarks.loss_targets``)."""
+    """Render the excess loss on test documents against the target ``max_excess`` (``benchmarks.loss_targets``)."""
     lines = [
         [
             _short(row["text"]), f"{row['target']:g}", f"{row['excess_nats']:.4f} ± {row['standard_error_nats']:.4f}",
@@ -235,18 +235,18 @@ def loss_targets(report: Mapping[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    """What a text of the embedded ones is."""
+    """Return a short description of an embedded text."""
     return text.removeprefix("embedded-") if text != "embedded" else "articles"
 
 
 def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names, but for method and ratio, whose values tell settings apart."""
+    """Return the names, other than method and ratio, whose values differ between settings."""
     names = dict.fromkeys(name for setting in settings for name in setting if name not in ("method", "ratio"))
     return [name for name in names if len({str(setting.get(name)) for setting in settings}) > 1]
 
 
 def needle(report: Mapping[str, Any]) -> str:
-    """Digits of hidden numbers that every model finds, and their log-probability, by length (``needle_page``)."""
+    """Render needle digits found and their log-probability by model and prompt length (``needle_page``)."""
     rows = report["rows"]
     *lengths, _ = dict.fromkeys(row["length"] for row in rows)
     lines = []
@@ -261,7 +261,7 @@ def needle(report: Mapping[str, Any]) -> str:
 
 
 def zeroshot(default: Mapping[str, Any], small: Mapping[str, Any]) -> str:
-    """Accuracy on multiple-choice tasks, dense beside the default and the setting ``small``."""
+    """Render multiple-choice accuracy: dense, the default setting and the setting ``small``."""
     lines = []
     for name, task in default["tasks"].items():
         dense, own = (f"{task[side]['accuracy']:.1%} ± {task[side]['standard_error']:.1%}" for side in _SIDES)
@@ -274,7 +274,7 @@ def zeroshot(default: Mapping[str, Any], small: Mapping[str, Any]) -> str:
 
 
 def stages(timings: Mapping[str, Mapping[str, float]]) -> str:
-    """Time and memory of each stage, and of all."""
+    """Render time and memory of each stage, and of all stages together."""
     wall, cpu = (sum(row[key] for row in timings.values()) for key in ("wall_seconds", "cpu_seconds"))
     peak = max(row["peak_resident_mib"] for row in timings.values())
     lines = [
@@ -286,7 +286,7 @@ def stages(timings: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _number(name: str) -> int:
-    """The number in a key such as ``1024_tokens``."""
+    """Return the number in a key such as ``1024_tokens``."""
     found = re.search(r"\d+", name)
     assert found is not None
     return int(found[0])

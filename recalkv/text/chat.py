@@ -1,4 +1,4 @@
-"""Documents that are conversations: what they look like, and the text that a model reads of them."""
+"""Conversations as documents: their format, and the text that a model reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -10,10 +10,10 @@ Document: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages as chat templates take them.
+    """Return whether a value is a list of messages in the format of chat templates.
 
-    Each has a role. Its content is a text, a list of parts (``[{"type": "text", "text": ...}]``), or null or absent, as
-    beside tool calls.
+    Each message has a role. Its content is a text, a list of parts (``[{"type": "text", "text": ...}]``), or null or
+    absent, as in messages with tool calls.
     """
     return (
         isinstance(value, Sequence)
@@ -30,12 +30,12 @@ def _is_content(content: Any) -> bool:
 
 
 def plain_text(document: Document) -> str:
-    """The document, or a conversation's messages without who says them."""
+    """Return a text, or the messages of a conversation without their roles."""
     return document if isinstance(document, str) else "\n\n".join(_text_of(message) for message in document)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """What a message says; parts that are no text are left out."""
+    """Return the text of a message; parts without text are left out."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -43,12 +43,12 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def rendered(tokenizer: Any, document: Document) -> str:
-    """The document, or a conversation in the tokenizer's chat template.
+    """Return a text, or a conversation rendered with the tokenizer's chat template.
 
     Raises
     ------
     DataError
-        If the tokenizer has no chat template, or it refuses the conversation.
+        If the tokenizer has no chat template, or the template refuses the conversation.
     """
     if isinstance(document, str):
         return document
@@ -60,7 +60,7 @@ def rendered(tokenizer: Any, document: Document) -> str:
     from jinja2.exceptions import TemplateError
 
     messages = [dict(message) for message in document]
-    # Templates of text models take neither parts nor null: they refuse them, or write them as Python does.
+    # Templates of text-only models do not support parts or null: they fail, or print the Python representation.
     plain = [message | {"content": _text_of(message)} for message in messages]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))

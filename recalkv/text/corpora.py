@@ -1,7 +1,7 @@
-"""Texts of calibration and evaluation: which part of a corpus is used, and how it is cut into windows.
+"""Calibration and evaluation texts: which part of a corpus is used, and how it is cut into windows.
 
-A name of the paper's stands for a corpus as the paper and the public releases use it: joined, and cut into
-consecutive windows. Of other texts the windows are spread over the documents.
+Corpus names of the paper follow the protocol of the paper and the public releases: documents are joined and cut into
+consecutive windows. For other texts, windows are spread over the documents.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,21 +28,21 @@ from recalkv.text.windows import (
 )
 
 _LONGEST_NAME = 255
-"""Characters of a data set's name or path; more is a text."""
+"""Maximum characters of a dataset name or path; a longer string is taken as a text."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a corpus is measured; the windows are those of ``evaluation.window``.
+    """Evaluation protocol of a corpus; windows have ``evaluation.window`` tokens.
 
     Attributes
     ----------
     split, max_documents, max_windows
-        Part that is measured.
+        Part of the corpus that is measured.
     separator
-        What the documents are joined by before the whole is tokenized as one string, with the special tokens
-        that the tokenizer puts at its start, and cut into consecutive windows; None for windows inside documents,
-        spread over them.
+        String that joins the documents; the joined text is tokenized as one string, with the special tokens that the
+        tokenizer adds, and cut into consecutive windows. None to cut windows within documents instead, spread over
+        the documents.
     """
 
     split: str = "test"
@@ -53,17 +53,17 @@ class Protocol:
 
 PROTOCOLS = {
     **dict.fromkeys(("embedded", "embedded-news", "embedded-code"), Protocol()),
-    # GPTQ's protocols, which Palu and ReCalKV's release follow; of C4 the first 1,100 documents of the first
-    # validation shard, 256 windows of them.
+    # GPTQ's protocols, which the releases of Palu and ReCalKV follow; for C4, 256 windows of the first 1,100 documents
+    # of the first validation shard.
     "wikitext2": Protocol(separator="\n\n"),
     "ptb": Protocol(separator=" "),
     "c4": Protocol("validation", 1100, 256, separator=" "),
 }
-"""The corpora of the paper's Table 1, and the embedded ones."""
+"""Protocols of the corpora in the paper's Table 1 and of the embedded texts."""
 
 
 def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]]:
-    """Documents of each of ``calibration.text``, by its name."""
+    """Load the documents of each text in ``calibration.text``, by name."""
     return {text: load_documents(text, split=wanted.split, field=wanted.field) for text in wanted.text}
 
 
@@ -72,14 +72,14 @@ def given_calibration(
     settings: Mapping[str, Any],
     name: str | None = None,
 ) -> tuple[CalibrationParams, dict[str, list[Document]]]:
-    """What a caller wants calibrated on: a named data set or file, documents, or the embedded texts for None.
+    """Resolve calibration data: a named dataset or file, documents, or the embedded texts for None.
 
     Parameters
     ----------
     settings
-        Fields of the parameters; those that are None have their defaults.
+        Fields of the calibration parameters; fields that are None take their defaults.
     name
-        What documents that have no name are called.
+        Name for documents that are passed without one.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def given_calibration(
 
 
 def check_tokenizer(tokenizer: Any, saved: bool) -> None:
-    """Refuse what is no tokenizer of transformers, None excepted; one that is to be ``saved`` must be able to.
+    """Refuse objects other than None and transformers tokenizers; with ``saved``, the tokenizer must support saving.
 
     Raises
     ------
@@ -112,12 +112,12 @@ def check_tokenizer(tokenizer: Any, saved: bool) -> None:
 
 
 def tokenizer_of(model: Any) -> Any:
-    """Tokenizer of the folder or id that a model was loaded from.
+    """Load the tokenizer from the folder or hub id that a model was loaded from.
 
     Raises
     ------
     ParameterError
-        If there is none.
+        If no tokenizer is found.
     """
     from transformers import AutoTokenizer
 
@@ -131,18 +131,18 @@ def tokenizer_of(model: Any) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Tokenizer of a checkpoint's folder.
+    """Load the tokenizer of a checkpoint folder.
 
     Raises
     ------
     ModelUnavailableError
-        If there is none that can be read.
+        If the folder has no readable tokenizer.
     """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers raises many unrelated types for what is missing or damaged
+    except Exception as error:  # transformers raises many unrelated types for missing or damaged files
         why = str(error).strip().partition("\n")[0]
         raise ModelUnavailableError(
             f"{folder} has no tokenizer that can be read ({type(error).__name__}: {why}); copy the model's tokenizer "
@@ -151,12 +151,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def check_length(config: Any, name: str, length: int) -> None:
-    """Refuse windows that are longer than a model's positions; ``name`` is the parameter.
+    """Refuse windows that are longer than the positions of the model; ``name`` is the name of the parameter.
 
     Raises
     ------
     ParameterError
-        Names both.
+        If the length exceeds the positions; the message names both.
     """
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and length > positions:
@@ -164,7 +164,7 @@ def check_length(config: Any, name: str, length: int) -> None:
 
 
 def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]], wanted: CalibrationParams) -> Tensor:
-    """Windows of ``calibration.text``, whose documents are those of :func:`calibration_documents`.
+    """Draw the calibration windows from the documents of :func:`calibration_documents`.
 
     Raises
     ------
@@ -183,12 +183,12 @@ def held_out_windows(
     most: int = 16,
     window: int = 512,
 ) -> Windows:
-    """Windows of the same texts that calibration does not see, no longer than its own.
+    """Cut windows that calibration does not see from the same texts, no longer than the calibration windows.
 
     Raises
     ------
     DataError
-        If a text has none left; the message names it.
+        If a text has no window left; the message names it.
     """
     tokens = {name: joined_tokens(tokenizer, documents) for name, documents in texts.items()}
     window = min(window, wanted.length)
@@ -196,7 +196,7 @@ def held_out_windows(
 
 
 def main_documents(wanted: EvaluationParams) -> list[Document]:
-    """Documents of ``evaluation.text``; a corpus' own part, unless another is asked for."""
+    """Load the documents of ``evaluation.text``, from the split of the corpus protocol unless another is requested."""
     protocol = PROTOCOLS.get(wanted.text, Protocol())
     return load_documents(
         wanted.text,
@@ -207,12 +207,12 @@ def main_documents(wanted: EvaluationParams) -> list[Document]:
 
 
 def main_windows(tokenizer: Any, wanted: EvaluationParams) -> Windows:
-    """Windows of ``evaluation.text``."""
+    """Return the windows of ``evaluation.text``."""
     return _windows(tokenizer, wanted, wanted.text, main_documents(wanted))
 
 
 def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Windows:
-    """Windows of one of ``evaluation.further_texts``: the corpus' own protocol, and no more windows than asked for.
+    """Return windows of one of ``evaluation.further_texts`` by the protocol of the corpus, up to ``max_windows``.
 
     Raises
     ------
@@ -222,7 +222,7 @@ def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Wind
     protocol = PROTOCOLS.get(text)
     if protocol is None:
         return _windows(tokenizer, wanted, text, load_documents(text, split="test", field=wanted.field))
-    # `field` is that of local files.
+    # `field` applies to local files only.
     documents = load_documents(text, split=protocol.split, max_documents=protocol.max_documents)
     return _windows(tokenizer, wanted, text, documents)
 
@@ -241,12 +241,12 @@ def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: lis
 
 
 def text_names(texts: list[str]) -> list[str]:
-    """Short names of ``evaluation.further_texts`` for reports: that of the corpus, or of the file.
+    """Return short names of ``evaluation.further_texts`` for reports: the name of the corpus or of the file.
 
     Raises
     ------
     ParameterError
-        If a text is neither a known corpus nor an existing file, or if two would have one name.
+        If a text is neither a known corpus nor an existing file, or if two texts have the same short name.
     """
     names = []
     for text in texts:

@@ -1,8 +1,8 @@
-"""Text for calibration and evaluation: embedded articles, news and code, local files, or the hub.
+"""Text for calibration and evaluation: embedded articles, news and code, local files, or hub datasets.
 
-The embedded sets need no network: they are files of the PyPI package gensim, which is not imported.
-Hub access goes through ``datasets``: without a network it retries for about 25 seconds before it fails,
-and fails at once with ``HF_HUB_OFFLINE=1`` in the environment (cached data sets load either way).
+The embedded texts need no network: they are files of the PyPI package gensim, which is not imported.
+The hub is accessed through ``datasets``: without a network it retries for about 25 seconds before it fails;
+with ``HF_HUB_OFFLINE=1`` in the environment it fails at once (cached datasets load either way).
 """
 
 import bz2
@@ -24,12 +24,12 @@ _NEWS = "test/test_data/lee_background.cor"
 _LOCAL = (".txt", ".raw", ".json", ".jsonl")
 _TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _MOST = 10_000
-"""Rows that are read of a set that the project does not know, unless another number is asked for."""
+"""Rows read from a hub dataset without a short name, unless another number is requested, or from a stream."""
 
 
 @dataclass(frozen=True)
 class _HubSet:
-    """Where a short name lies on the hub, and how its splits are called there."""
+    """Hub dataset that a short name refers to, and the names of its splits."""
 
     id: str
     field: str = "text"
@@ -38,15 +38,15 @@ class _HubSet:
     data_files: Mapping[str, str] | None = None
     train_split: str = "train"
     test_split: str = "test"
-    # What is read of a set that is far larger than any calibration, unless another number is asked for.
+    # Rows read from a dataset far larger than any calibration needs, unless another number is requested.
     most: int | None = None
 
 
 _SHORT_NAMES = {
     "wikitext2": _HubSet("Salesforce/wikitext", subset="wikitext-2-raw-v1"),
-    # The default revision is a script, which `datasets` no longer runs; the hub keeps this export of it.
+    # The default revision is a script, which `datasets` no longer runs; this revision is the hub's Parquet export.
     "ptb": _HubSet("ptb-text-only/ptb_text_only", field="sentence", revision="refs/convert/parquet"),
-    # One shard of each split, as in the GPTQ protocol; there is no test split.
+    # One shard per split, as in the GPTQ protocol; C4 has no test split.
     "c4": _HubSet(
         "allenai/c4",
         data_files={
@@ -63,21 +63,21 @@ _SHORT_NAMES = {
 
 
 def load_documents(name: str, *, split: str, field: str = "text", max_documents: int | None = None) -> list[Document]:
-    """Load the documents of a data set of texts or conversations.
+    """Load the documents of a dataset of texts or conversations.
 
     Parameters
     ----------
     name
-        ``embedded`` (Wikipedia articles), ``embedded-news``, ``embedded-code``, all files of the package gensim;
-        ``wikitext2``, ``ptb``, ``c4``, ``ultrachat``, a local .txt, .raw, .json or .jsonl file, or a data set of the
-        hub, ``ID:SUBSET@REVISION``, of which the id alone is enough for most.
+        ``embedded`` (Wikipedia articles), ``embedded-news`` or ``embedded-code`` (files of the package gensim);
+        ``wikitext2``, ``ptb``, ``c4`` or ``ultrachat``; a local .txt, .raw, .json or .jsonl file; or a hub dataset,
+        ``ID:SUBSET@REVISION``, for which the id alone is usually enough.
     split
-        ``train`` or ``test`` of an embedded set, or a split on the hub; ignored for local files.
+        ``train`` or ``test`` of an embedded text, or a split on the hub; ignored for local files.
     field
-        Column that holds the text, or the messages of a conversation; where there is no column ``text``, the default
-        stands for ``messages``, and for ``ptb`` for its column ``sentence``.
+        Column of the text, or of the messages of a conversation. If there is no column ``text``, the default means
+        ``messages``; for ``ptb`` it means the column ``sentence``.
     max_documents
-        Use only this many documents, the first ones; None for all.
+        Number of documents to use, from the first; None for all, or for the first rows of a large hub dataset.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def load_documents(name: str, *, split: str, field: str = "text", max_documents:
     Raises
     ------
     DataError
-        If the data cannot be reached, hold no text, or do not fit the arguments.
+        If the data cannot be loaded, contain no text, or do not match the arguments.
     """
     if max_documents is not None and max_documents < 1:
         raise DataError(f"max_documents={max_documents} must be at least 1, or null for all documents.")
@@ -104,14 +104,14 @@ def load_documents(name: str, *, split: str, field: str = "text", max_documents:
 
 
 def given_documents(data: Any) -> list[Document]:
-    """Documents that a caller gives: texts, conversations, or rows with a column of either.
+    """Return documents that a caller passes: texts, conversations, or rows with a column of either.
 
-    Of a stream they are the first 10,000.
+    From a stream (no length), the first 10,000 are used.
 
     Raises
     ------
     DataError
-        If the data are anything else, or hold no text.
+        If the data are anything else, or contain no text.
     """
     taken = "give texts, lists of messages with `role` and `content`, or rows with a column `text` or `messages`"
     if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
@@ -143,7 +143,7 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if kind == ".jsonl":
-            for number, line in enumerate(text.split("\n"), start=1):  # splitlines() splits more
+            for number, line in enumerate(text.split("\n"), start=1):  # splitlines() splits at more characters
                 where = f"{path}, line {number}"
                 if line.strip():
                     yield _document(json.loads(line), field, where)
@@ -163,7 +163,7 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
 
 
 def _document(row: Any, field: str, where: str) -> Document:
-    """A row that is a string or a conversation itself, or its column."""
+    """Return the row if it is a string or a conversation, else its column."""
     if isinstance(row, str) or is_conversation(row):
         return cast(Document, row)
     columns = row if isinstance(row, dict) else {}
@@ -177,7 +177,7 @@ def _document(row: Any, field: str, where: str) -> Document:
 
 
 def _or_messages(field: str, columns: Collection[str]) -> str:
-    """The column; that of conversations where the default one is not there."""
+    """Return the column name; ``messages`` if only that exists in place of the default ``text``."""
     return "messages" if field == "text" and field not in columns and "messages" in columns else field
 
 
@@ -195,7 +195,7 @@ def _check_column(field: str, columns: Collection[str], values: Sequence[Any], w
 
 
 def _described(value: Any) -> str:
-    """A value that is no document: its type, and of messages the first that is none."""
+    """Describe a value that is not a document: its type, or for a list the first invalid message."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
         first = next((each for each in value if not is_conversation([each])), None)
         return f"a list with {str(first)[:80]!r}"
@@ -212,7 +212,7 @@ def _hub_documents(name: str, split: str, field: str, limit: int | None) -> list
     files = known.data_files
     if files and split not in files:
         raise DataError(f"{name!r} has no split {split!r}; choose one of {', '.join(files)}.")
-    only: dict[str, Any] = {"data_files": {split: files[split]}} if files else {}  # not the other shard
+    only: dict[str, Any] = {"data_files": {split: files[split]}} if files else {}  # no other shard
     with needing("pipeline"):
         from datasets import load_dataset
     try:
@@ -249,7 +249,7 @@ def _embedded_documents(name: str, split: str) -> Iterator[str]:
 
 
 def _articles(package: Path) -> Iterator[str]:
-    """Wiki markup of the articles of an excerpt of the English Wikipedia."""
+    """Yield the wiki markup of the articles in an excerpt of the English Wikipedia."""
     with bz2.open(package / _ARTICLES) as stream:
         for _, page in iterparse(stream):
             if page.tag.rpartition("}")[2] == "page":
@@ -260,18 +260,18 @@ def _articles(package: Path) -> Iterator[str]:
 
 
 def _news(package: Path) -> Iterator[str]:
-    """Reports of the Australian Broadcasting Corporation (Lee, Pincombe and Welsh, 2005), one a line."""
+    """Yield reports of the Australian Broadcasting Corporation (Lee, Pincombe and Welsh, 2005), one per line."""
     yield from (package / _NEWS).read_text(encoding="utf-8").splitlines()
 
 
 def _code(package: Path) -> Iterator[str]:
-    """The package's own modules, without its tests."""
+    """Yield the source of the package's modules, without its tests."""
     files = (path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "test")
     for path in sorted(files, key=lambda path: path.relative_to(package).as_posix()):
         yield path.read_text(encoding="utf-8")
 
 
-# By name: the documents, and which of them are the test part: every so many.
+# By name: the document generator, and a period n: every n-th document is in the test split.
 _EMBEDDED: dict[str, tuple[Callable[[Path], Iterator[str]], int]] = {
     "embedded": (_articles, 6),
     "embedded-news": (_news, 2),

@@ -1,4 +1,4 @@
-"""Text that tokenizers take: scraped text and foreign encodings may hold what is no Unicode."""
+"""Valid Unicode for tokenizers: scraped text and foreign encodings may contain invalid characters."""
 
 import re
 import sys
@@ -8,12 +8,12 @@ REPLACEMENT = "\ufffd"
 
 
 def well_formed(text: str) -> tuple[str, int]:
-    """The text with lone surrogates replaced by U+FFFD, and how many there were."""
+    """Replace lone surrogates by U+FFFD; return the text and the number of replacements."""
     return _LONE.subn(REPLACEMENT, text)
 
 
 def read_standard_input(line: bool = False) -> str:
-    """All of standard input, or a line of it; bytes that are not of its encoding become U+FFFD, and are counted."""
+    """Read standard input, or one line; replace undecodable bytes by U+FFFD, and report their number on stderr."""
     if hasattr(sys.stdin, "reconfigure") and sys.stdin.errors != "replace":
         sys.stdin.reconfigure(errors="replace")
     text = input("> " if sys.stdin.isatty() else "") if line else sys.stdin.read()

@@ -1,4 +1,4 @@
-"""Prose of Wikipedia's markup, for the embedded articles."""
+"""Extract prose from Wikipedia markup, for the embedded articles."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from recalkv.errors import needing
 
-# Templates that stand inside sentences, and which of their arguments the reader sees.
+# Templates used inside sentences, and which of their arguments are visible.
 _INLINE_TEMPLATES: dict[str, Sequence[int]] = {"convert": (1, 2), "cvt": (1, 2), "lang": (2,), "transl": (2,)}
 _INLINE_TEMPLATES |= dict.fromkeys(["angbr", "nihongo", "nowrap", "quote", "small", "smaller", "vanchor"], (1,))
 _HIDDEN_TAGS = {"ref", "references", "table", "gallery", "timeline", "imagemap", "score", "style", "script"}
@@ -15,17 +15,17 @@ _HIDDEN_SECTIONS = {"see also", "references", "external links", "further reading
 _HIDDEN_SECTIONS |= {"citations", "sources", "bibliography", "notes and references", "references and notes"}
 _LEFTOVERS = re.compile(r"'{2,}|\[\[|\]\]|\{\{|\}\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>|\[?https?://\S+")
 _MARKUP_LINE = re.compile(r"\{\||[|!]|(?:File|Image):")
-# What hidden templates leave behind: punctuation next to nothing, empty brackets, loose spaces.
+# Remains of hidden templates: stray punctuation, empty brackets, extra spaces.
 _HOLES = re.compile(r" ?\([\s,;]*\)|(?<=\()[\s,;]+|\s*[,;](?=\s*[,;)])| +(?=[,.;:)](?:\s|$))")
 
 
 def prose(wikitext: str) -> str:
-    """Prose and headings of an article, one paragraph, heading or list item a line."""
+    """Return the prose and headings of an article, one paragraph, heading or list item per line."""
     with needing("pipeline"):
         import mwparserfromhell
 
     lines: list[str] = []
-    headings: list[tuple[int, str]] = []  # levels and titles not yet in `lines`: they may stay without text
+    headings: list[tuple[int, str]] = []  # levels and titles not yet in `lines`: dropped if no text follows
     hidden = 0  # level of the hidden section around the line, 0 outside
     for line in _render(mwparserfromhell.parse(wikitext)).split("\n"):
         level = len(line) - len(line.lstrip("\0"))
@@ -40,13 +40,13 @@ def prose(wikitext: str) -> str:
 
 
 def _render(code: Any) -> str:
-    """Visible text, built bottom-up; headings become lines that start with one NUL per level."""
+    """Render visible text bottom-up; headings become lines that start with one NUL per level."""
     return "".join(_RENDERERS.get(type(node).__name__, str)(node) for node in code.nodes) if code else ""
 
 
 def _tag(node: Any) -> str:
     name = str(node.tag).strip().lower()
-    if name == "math":  # LaTeX stays; the space keeps its braces apart from those of broken templates
+    if name == "math":  # keep LaTeX; the spaces separate double braces, which would be removed as broken templates
         return re.sub(r"(?<=[{}])(?=[{}])", " ", " ".join(str(node.contents).split()))
     contents = "" if name in _HIDDEN_TAGS else _render(node.contents)
     return f"\n{contents}\n" if name in ("br", "p", "div", "blockquote") else contents

@@ -1,4 +1,4 @@
-"""Token windows: drawn at random for calibration, cut in order or spread over documents for evaluation."""
+"""Token windows: sampled at random for calibration, cut consecutively or spread over documents for evaluation."""
 
 import itertools
 import warnings
@@ -14,20 +14,20 @@ from recalkv.text.chat import Document, rendered
 from recalkv.text.unicode import well_formed
 
 _PASSAGE = 64
-"""Tokens of what :func:`with_recall` repeats at once."""
+"""Tokens of a passage that :func:`with_recall` repeats."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of an evaluation text, and which of them share a document.
+    """Windows of an evaluation text, with the document of each window.
 
     Attributes
     ----------
     tokens : (windows, tokens) int64
         Token ids.
     documents : (windows,) int64
-        Number of each window's document. What is measured on windows of one document is not independent, so errors
-        are taken over documents. Windows of text that has no documents are numbered one by one.
+        Index of each window's document. Measurements on windows of one document are not independent, so standard
+        errors are computed over documents. In text without documents, each window has a separate index.
     """
 
     tokens: Tensor
@@ -38,11 +38,11 @@ class Windows:
 
 
 def document_tokens(tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
-    """Token ids of each document, (tokens,) int64, with the blank line that parts a text from the next.
+    """Return the token ids of each document, (tokens,) int64, with the blank line that separates a text from the next.
 
-    Conversations are read in the tokenizer's chat template, which has an end of its own.
+    Conversations are rendered with the tokenizer's chat template, which ends them itself, so no blank line is added.
     """
-    # One by one: a whole corpus in one string makes tokenizers quadratic or worse.
+    # Tokenize documents separately: on a whole corpus as one string, tokenizers take quadratic time or worse.
     ends = ["\n\n" if isinstance(each, str) else "" for each in documents[:-1]] + [""]
     clean = [well_formed(rendered(tokenizer, each)) for each in documents]
     if lone := sum(count for _, count in clean):
@@ -54,12 +54,12 @@ def document_tokens(tokenizer: Any, documents: Sequence[Document]) -> list[Tenso
 
 
 def joined_tokens(tokenizer: Any, documents: Sequence[Document]) -> Tensor:
-    """Token ids of all documents, texts joined by blank lines, (tokens,) int64."""
+    """Return the token ids of all documents, texts joined by blank lines, (tokens,) int64."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *document_tokens(tokenizer, documents)])
 
 
 def consecutive_windows(tokens: Tensor, window: int, max_windows: int | None = None) -> Windows:
-    """Cut joined text into consecutive windows without overlap, the first so many, dropping the rest (GPTQ's protocol).
+    """Cut joined text into non-overlapping consecutive windows, up to ``max_windows``; drop the rest (GPTQ's protocol).
 
     Raises
     ------
@@ -74,15 +74,15 @@ def consecutive_windows(tokens: Tensor, window: int, max_windows: int | None = N
 
 
 def spread_windows(documents: Sequence[Tensor], window: int, max_windows: int | None = None) -> Windows:
-    """Cut windows inside documents, and take as many from each as there are to take.
+    """Cut windows within documents, as evenly as possible over the documents.
 
-    A document shorter than a window is joined with those after it. Documents give one window each, then a second
-    one, and so on, until there are ``max_windows``; what a document gives is spread evenly over it.
+    A document shorter than a window is joined with the following ones. Every document gives one window, then a second
+    one, and so on, until there are ``max_windows``; the windows of a document are spread evenly over it.
 
     Parameters
     ----------
     documents
-        Token ids of each, (tokens,) int64.
+        Token ids of each document, (tokens,) int64.
     window
         Tokens per window.
     max_windows
@@ -106,7 +106,7 @@ def spread_windows(documents: Sequence[Tensor], window: int, max_windows: int | 
 
 
 def _long_enough(documents: Sequence[Tensor], window: int) -> list[Tensor]:
-    """Documents of a window or more; shorter ones join the next, and what is left at the end the last."""
+    """Join short documents with the next until each has at least one window; the rest joins the last document."""
     pieces: list[Tensor] = []
     rest = torch.zeros(0, dtype=torch.int64)
     for document in documents:
@@ -121,7 +121,7 @@ def _long_enough(documents: Sequence[Tensor], window: int) -> list[Tensor]:
 
 
 def _shares(rooms: Sequence[int], count: int | None) -> list[int]:
-    """How many windows each document gives, of those that it has room for."""
+    """Distribute ``count`` windows over documents as evenly as their room allows; None takes all windows."""
     if count is None:
         return list(rooms)
     shares = [0] * len(rooms)
@@ -134,7 +134,7 @@ def _shares(rooms: Sequence[int], count: int | None) -> list[int]:
 
 
 def _evenly(count: int, places: int) -> list[int]:
-    """So many of the places, each in the middle of an equal part of them."""
+    """Return ``count`` evenly spread indices: the middle of each of ``count`` equal parts of ``places``."""
     return [(2 * i + 1) * places // (2 * count) for i in range(count)]
 
 
@@ -146,15 +146,15 @@ def _too_short(tokens: int, window: int) -> DataError:
 
 
 def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed: int) -> Tensor:
-    """Windows of several texts in turn: a window of the first, of the second, and so on, then each one's next.
+    """Sample windows of several texts and interleave them: one window of every text in turn, then the next ones.
 
     Parameters
     ----------
     texts
-        Tokens of each by its name, (tokens,) int64. All give as many windows, the first ones one more where that does
-        not divide.
+        Tokens of each text by name, (tokens,) int64. All texts give the same number of windows; if ``samples`` is not
+        divisible, the first texts give one more.
     samples, length, seed
-        As those of :func:`sample_windows`, of all texts together.
+        Same as in :func:`sample_windows`; ``samples`` counts the windows of all texts together.
 
     Returns
     -------
@@ -183,31 +183,31 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
 
 
 def with_recall(windows: Tensor, fraction: float, seed: int, texts: int = 1) -> Tensor:
-    """Let so many of the windows repeat themselves: passages of the first half stand again after it, in another order.
+    """Make a fraction of the windows repeat the passages of their first half in the second half, in another order.
 
-    What is told far back and needed later is rare in text, and a cache may lose it before any loss there shows it.
+    Long-range recall is rare in natural text, so a cache may lose it before the loss on natural text shows it.
 
     Parameters
     ----------
     windows : (samples, length) int64
     fraction
-        Of the windows of each text, spread over all.
+        Fraction of the windows of each text, spread evenly over them.
     seed
-        Of the orders.
+        Seed of the passage orders.
     texts
-        Whose windows come in turn (:func:`windows_of_each`).
+        Number of texts whose windows are interleaved (:func:`windows_of_each`).
 
     Returns
     -------
     (samples, length) int64
-        Windows of fewer than four passages are left as they are.
+        Windows shorter than four passages are unchanged.
     """
     samples, length = windows.shape
     count, half = length // 2 // _PASSAGE, length // 2 // _PASSAGE * _PASSAGE
     result, generator = windows.clone(), torch.Generator().manual_seed(seed)
     for number in range(samples if count > 1 else 0):
         turn, text = divmod(number, texts)
-        # Every text begins elsewhere, so that few windows are not all of one turn.
+        # Stagger the texts, so that a small number of changed windows do not all fall on one turn.
         place = turn + texts - text
         if int(place * fraction) > int((place - 1) * fraction):
             passages, order = result[number, :half].view(count, _PASSAGE), torch.arange(count)
@@ -222,21 +222,21 @@ def _equal_parts(count: int, parts: int) -> list[int]:
 
 
 def other_windows(texts: Mapping[str, Tensor], samples: int, length: int, seed: int, window: int, most: int) -> Windows:
-    """Windows of what :func:`windows_of_each` leaves of the texts, as many of each as there are to take.
+    """Cut windows from the tokens that :func:`windows_of_each` does not use, in equal numbers per text.
 
     Parameters
     ----------
     texts, samples, length, seed
-        As they are given there.
+        Same as in :func:`windows_of_each`.
     window
-        Tokens of each of these windows.
+        Tokens per window.
     most
-        Of all texts together.
+        Maximum number of windows of all texts together.
 
     Raises
     ------
     DataError
-        If a text has no such window left; the message names it.
+        If a text has no unused window left; the message names it.
     """
     found: list[Windows] = []
     shares = _equal_parts(samples, len(texts)), _equal_parts(most, len(texts))
@@ -258,16 +258,16 @@ def other_windows(texts: Mapping[str, Tensor], samples: int, length: int, seed: 
 
 
 def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tensor:
-    """Draw non-overlapping windows at random, in random order.
+    """Sample non-overlapping windows at random, in random order.
 
     Parameters
     ----------
     tokens : (tokens,) int64
-        The calibration set.
+        Tokens of the calibration set.
     samples, length
         Number of windows and tokens per window.
     seed
-        Same seed and tokens: same windows.
+        Random seed; the same seed and tokens give the same windows.
 
     Returns
     -------
@@ -283,7 +283,7 @@ def sample_windows(tokens: Tensor, samples: int, length: int, seed: int) -> Tens
 
 
 def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
-    """Where the windows of :func:`sample_windows` begin."""
+    """Return the start positions of the windows of :func:`sample_windows`."""
     spare = len(tokens) - samples * length
     if spare < 0:
         fitting = len(tokens) // length

@@ -1,4 +1,4 @@
-"""lm-eval's tasks: items from local files in the schema of the hub's sets, and one way to run them."""
+"""Run lm-eval tasks, with items from the hub or from local files in the schema of the hub datasets."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from recalkv.errors import DataError, ReCalKVError
 
 
 def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
-    """Find each task's items in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub's set.
+    """Find the items of each task in a folder, as ``TASK.SPLIT.jsonl`` in the schema of the hub dataset.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def local_data(folder: Path, tasks: Sequence[str]) -> dict[str, Path]:
 
 
 def local_override(path: Path) -> dict[str, Any]:
-    """Changes of a task of lm-eval that turn it to a local .jsonl file."""
+    """Return config overrides that make an lm-eval task read a local .jsonl file."""
     return {
         "dataset_path": "json",
         "dataset_name": None,
@@ -47,12 +47,12 @@ def local_override(path: Path) -> dict[str, Any]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and content of every line that is not blank.
+    """Yield the line number, from 1, and the content of every line that is not blank.
 
     Raises
     ------
     DataError
-        Names the line that is no JSON object.
+        If a line is not a JSON object; the message names the line.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -61,7 +61,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def first_columns(path: Path) -> set[str]:
-    """Columns of a .jsonl file's first item."""
+    """Return the columns of the first item of a .jsonl file."""
     return set(next((row for _, row in json_rows(path)), {}))
 
 
@@ -81,7 +81,7 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
     Raises
     ------
     DataError
-        Names the line and the column; or the file has no lines.
+        If a column is missing (the message names it and the line), or the file has no items.
     """
     empty = True
     for number, row in json_rows(path):
@@ -97,25 +97,25 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
 
 
 def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | None) -> dict[str, Any]:
-    """Results of lm-eval's tasks without examples in the prompt.
+    """Run lm-eval tasks zero-shot and return lm-eval's results.
 
-    As ``lm_eval.simple_evaluate`` does it, but for the description of the machine, for which that starts several
-    programs at every call.
+    Same as ``lm_eval.simple_evaluate``, except for the description of the machine, for which ``simple_evaluate`` starts
+    several programs at every call.
 
     Parameters
     ----------
     adapter
-        lm-eval's view of a model.
+        Model adapter of lm-eval (an ``LM``).
     tasks
-        Names, or changes of tasks.
+        Task names, or config overrides of tasks.
     manager
-        lm-eval's index of tasks.
+        Task manager of lm-eval.
     limit
-        Use the first so many items of each; None for all.
+        Number of items of each task, from the first; None for all.
     """
     from lm_eval import evaluate
 
-    # Tasks that shuffle do so alike for every model.
+    # Tasks that shuffle use the same order for every model.
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 (theirs)
     try:
@@ -137,7 +137,7 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
 
 @contextlib.contextmanager
 def quiet(name: str) -> Iterator[None]:
-    """Only errors of a logger, for a while."""
+    """Temporarily limit a logger to errors."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
 """Long contexts: LongBench (the paper's Table 2), generated through the cache.
 
-Data and metrics are those of lm-eval's tasks. Prompts, truncation and the treatment of answers follow
-LongBench's own code instead, from which lm-eval 0.4.13 differs in five ways: one newline instead of two
-before the question of TriviaQA and SAMSum; no newline after ``Next line of code:`` (LCC, RepoBench-P); long
-prompts lose their beginning, not their middle; answers of TREC, TriviaQA and SAMSum end at the first
-newline even if nothing stands before it; and no chat template is left out for few-shot and code tasks.
+Data and metrics are those of lm-eval's tasks. Prompts, truncation and answer post-processing follow LongBench's
+official code, from which lm-eval 0.4.13 differs in five ways: it puts one newline instead of two before the question of
+TriviaQA and SAMSum; it puts no newline after ``Next line of code:`` (LCC, RepoBench-P); it truncates the beginning of
+long prompts instead of the middle; it ends answers of TREC, TriviaQA and SAMSum at the first newline even if no text
+precedes it; and it applies the chat template to few-shot and code tasks, too.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,11 +20,11 @@ from recalkv.evaluation.suites.suite import Progress, Suite, table
 from recalkv.params import LongBenchParams, Params
 
 TASKS = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
-"""The eight sets of the paper."""
+"""The eight datasets of the paper."""
 
-# Few-shot and code prompts, which LongBench leaves without a chat template.
+# Few-shot and code prompts, to which LongBench applies no chat template.
 _PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
-# Only the first line of these answers counts.
+# Tasks that only score the first line of an answer.
 _FIRST_LINE = {"trec", "triviaqa", "samsum"}
 _PROMPTS = {
     "triviaqa": "Answer the question based on the given passage. Only give me the answer and do not output any other "
@@ -38,14 +38,14 @@ _PROMPTS = {
 
 @dataclass(frozen=True)
 class LongBenchScore:
-    """Scores on one set.
+    """Scores on one dataset.
 
     Attributes
     ----------
     task, version
-        Name here, and version of lm-eval's task.
+        Name in :data:`TASKS`, and version of lm-eval's task.
     scores
-        Of each item, 0 to 1, in the set's order: F1, ROUGE-L, accuracy or similarity of code, as LongBench has it.
+        Score of each item, 0 to 1, in dataset order: F1, ROUGE-L, accuracy or code similarity, as LongBench defines it.
     """
 
     task: str
@@ -54,7 +54,7 @@ class LongBenchScore:
 
     @property
     def mean(self) -> float:
-        """Mean score in per cent."""
+        """Mean score, percent."""
         return 100 * sum(self.scores) / len(self.scores)
 
 
@@ -66,7 +66,7 @@ def longbench(
     wanted: LongBenchParams,
     progress: Progress = lambda: None,
 ) -> LongBenchScore:
-    """Generate the answers of one set, and score them.
+    """Generate and score the answers of one dataset.
 
     Parameters
     ----------
@@ -75,17 +75,17 @@ def longbench(
     task
         One of :data:`TASKS`.
     items
-        Local .jsonl file in the schema of the hub's set, or None for the hub.
+        Local .jsonl file in the schema of the hub dataset, or None for the hub.
     wanted
-        ``limit`` (use the first so many items) and ``max_length`` (tokens of a prompt; the middle of longer ones is
-        left out; None for what the model's positions leave).
+        ``limit`` (number of items, from the first) and ``max_length`` (maximum tokens of a prompt; longer prompts lose
+        their middle; None for as many as the positions of the model allow).
     progress
         Called after each item.
 
     Raises
     ------
     ParameterError
-        If the task is unknown.
+        If the task is unknown, or the positions of the model leave no room for prompts.
     DataError
         If a local file lacks a column.
     """
@@ -105,7 +105,7 @@ def longbench(
                 changes["process_docs"] = _rename_input
         if task in _PROMPTS:
             changes["doc_to_text"] = _PROMPTS[task]
-        # The index of all tasks would take seconds.
+        # Index LongBench alone: indexing all tasks takes seconds.
         manager = TaskManager(include_defaults=False, include_path=str(_folder(known_tasks) / "longbench"))
         reader = _reader(model, tokenizer, task, wanted, progress)
         result = run_tasks(reader, [{"group": f"{name} (official prompts)", "task": [changes]}], manager, wanted.limit)
@@ -114,7 +114,7 @@ def longbench(
 
 
 class LongBench(Suite):
-    """The sets of ``longbench.tasks``."""
+    """LongBench datasets of ``longbench.tasks``."""
 
     def __init__(self, params: Params, dense: Path) -> None:
         from transformers import AutoConfig
@@ -129,11 +129,11 @@ class LongBench(Suite):
         self._items = items
 
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[LongBenchScore]:
-        """Scores of each set."""
+        """Return the scores of each dataset."""
         return [longbench(model, tokenizer, task, path, self._wanted, progress) for task, path in self._items.items()]
 
     def metrics(self, dense: list[LongBenchScore], compressed: list[LongBenchScore]) -> dict[str, Any]:
-        """Means, 0 to 100 as in the paper."""
+        """Return mean scores, 0 to 100 as in the paper."""
         sides = {"dense": dense, "compressed": compressed}
         return {
             "average": {side: sum(score.mean for score in scores) / len(scores) for side, scores in sides.items()},
@@ -144,7 +144,7 @@ class LongBench(Suite):
         }
 
     def page(self, metrics: dict[str, Any]) -> list[str]:
-        """A row a set."""
+        """Render the page, with one row per dataset."""
         scores = [(task, str(score["items"]), score) for task, score in metrics["tasks"].items()]
         rows = [
             [task, items, f"{score['dense']:.2f}", f"{score['compressed']:.2f}"]
@@ -154,7 +154,7 @@ class LongBench(Suite):
 
 
 def check_sets(items: Mapping[str, Path | None], config: Any, wanted: LongBenchParams) -> None:
-    """Refuse what could not be answered or scored, before the first item is.
+    """Refuse datasets that cannot be answered or scored, before the first item is run.
 
     Raises
     ------
@@ -179,24 +179,24 @@ def check_sets(items: Mapping[str, Path | None], config: Any, wanted: LongBenchP
 
 
 def _positions(config: Any) -> int | None:
-    """Positions of a model, of a multimodal one those of its language model; None where it names none."""
+    """Return the positions of a model (of the language model if it is multimodal); None if the config names none."""
     found: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found
 
 
 def _question_column(columns: Collection[str]) -> str:
-    """The set as first published calls the question ``input``; lm-eval's copy renames it."""
+    """Return the name of the question column: ``input`` as LongBench published it, ``question`` in lm-eval's copy."""
     return "input" if "input" in columns and "question" not in columns else "question"
 
 
 def cut_middle(ids: list[int], length: int) -> list[int]:
-    """Leave out the middle of a prompt of more than ``length`` tokens (LongBench's truncation)."""
+    """Cut the middle out of a prompt of more than ``length`` tokens (LongBench's truncation)."""
     half = length // 2
     return ids if len(ids) <= length else ids[:half] + ids[len(ids) - half :]
 
 
 def shortened(tokenizer: Any, prompt: str, length: int) -> str:
-    """Leave out the middle of a prompt of more than ``length`` tokens."""
+    """Cut the middle out of the text of a prompt of more than ``length`` tokens."""
     ids = tokenizer(prompt)["input_ids"]
     if len(ids) <= length:
         return prompt
@@ -213,7 +213,7 @@ def _rename_input(documents: Any) -> Any:
 
 
 def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, progress: Progress) -> Any:
-    """lm-eval's view of a model that reads long prompts as LongBench's own code does."""
+    """Return an lm-eval adapter that handles long prompts as LongBench's official code does."""
     from lm_eval.api.model import LM
 
     positions = _positions(model.config)
@@ -229,7 +229,7 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
         ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
         return ids
 
-    # What the chat template adds; as much again for tokens that a cut and a template split in another way.
+    # Twice the tokens that the chat template adds: a cut and the template may change how text is tokenized.
     added = 2 * len(encoded(""))
 
     def answer(prompt: str, new_tokens: int) -> str:

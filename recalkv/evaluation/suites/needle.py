@@ -1,10 +1,10 @@
-"""Long contexts: numbers hidden in a long text and asked for at its end (needles in a haystack).
+"""Long contexts: numbers hidden in a long text and asked for at the end (needle in a haystack).
 
-A context hides one number at every depth, each of another subject (several keys, as in RULER's ``niah_multikey``): so
-it is read once for all questions, where one number a context would take a pass for every depth. A question and its
-answer then follow as one short chunk over a copy of the cached context. What the answer's tokens are read from is the
-cache, as in decoding: dense rows, latents, or rows that are rounded
-(:func:`recalkv.evaluation.quantized_cache.quantized_cache`). No question sees another one.
+A context hides one number at every depth, each with a different subject (several keys, as in RULER's
+``niah_multikey``), so one prefill serves all questions; with one number per context, every depth would need its own
+prefill. Each question and its answer then follow as one short chunk over a copy of the cached context. As in decoding,
+the answer tokens attend to the cache: dense keys and values, latents, or rounded keys and values
+(:func:`recalkv.evaluation.quantized_cache.quantized_cache`). No question sees another question.
 """
 
 import copy
@@ -23,9 +23,9 @@ from recalkv.text.corpora import check_length
 DIGITS = 6
 
 SCORES = ("digits", "generated", "log_probability")
-"""Of one number: the teacher-forced top-1 accuracy of its digits; the fraction before the first wrong one, which is
-what greedy decoding gets right; and the mean log-probability of a digit, nats. Where a token holds several digits,
-tokens count as digits do here."""
+"""Scores of one number: teacher-forced top-1 accuracy of the digits; fraction of digits before the first wrong one,
+which greedy decoding gets right; and mean log-probability per digit, nats. If a token holds several digits, it counts
+as one digit."""
 
 _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Riga", "Dakar", "Perth")
 
@@ -33,25 +33,25 @@ _SUBJECTS = ("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Cairo", "Quito", "Ri
 def needle_context(
     tokenizer: Any, haystack: Tensor, length: int, depths: Sequence[float], generator: random.Random
 ) -> tuple[Tensor, list[Tensor]]:
-    """Hide a sentence at every depth of consecutive tokens of a text.
+    """Hide one sentence at every depth of a stretch of text.
 
     Parameters
     ----------
     tokenizer
-        The model's.
+        Tokenizer of the model.
     haystack : (tokens,) int64
-        Text to hide them in; a stretch of it is drawn.
+        Text to hide the sentences in; a random stretch of it is used.
     length
-        Tokens of the context with its longest question and answer.
+        Tokens of the context together with the longest question and answer.
     depths
-        Where the sentences stand: 0 at the start of the text, 1 right before the question.
+        Positions of the sentences: 0 at the start of the text, 1 right before the question.
     generator
-        Draws the stretch, the subjects and the numbers.
+        Random generator that draws the stretch, the subjects and the numbers.
 
     Returns
     -------
     (tokens,) int64, list of (tokens,) int64
-        The context, and for each depth the question with the number that answers it.
+        The context, and for each depth the question followed by its answer.
 
     Raises
     ------
@@ -93,12 +93,12 @@ def _number(generator: random.Random) -> str:
 
 
 def digit_places(tokenizer: Any, question: Tensor) -> Tensor:
-    """Places of the tokens that hold digits, (tokens,) int64.
+    """Return the indices of tokens that contain digits, (tokens,) int64.
 
     Raises
     ------
     DataError
-        If there are none.
+        If no token contains a digit.
     """
     places = [place for place, token in enumerate(question.tolist()) if _has_digit(tokenizer.decode([token]))]
     if not places:
@@ -111,18 +111,18 @@ def _has_digit(text: str) -> bool:
 
 
 def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> Tensor:
-    """Ask for one number over a cached context, which is left as it is.
+    """Score the answer to one question over a cached context, without changing the cache.
 
     Parameters
     ----------
     model
         A causal Hugging Face model, dense or compressed.
     cache
-        Of the context.
+        Cache of the context.
     question : (tokens,) int64
         Question and answer.
     places : (digits,) int64
-        Of the answer's digits among them.
+        Indices of the answer's digits in ``question``.
 
     Returns
     -------
@@ -141,16 +141,16 @@ def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> T
 def find_needles(
     model: Any, tokenizer: Any, haystack: Tensor, wanted: NeedleParams, progress: Progress = lambda: None
 ) -> Tensor:
-    """Ask a model for the numbers hidden at every depth of contexts of every length.
+    """Score how a model retrieves numbers hidden at every depth in contexts of every length.
 
     Parameters
     ----------
     model, tokenizer
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     haystack : (tokens,) int64
-        Text to hide them in.
+        Text to hide the numbers in.
     wanted
-        Lengths, depths, and contexts of each length: the same contexts for every model.
+        Lengths, depths, and number of contexts per length; the contexts are the same for every model.
     progress
         Called after each context.
 
@@ -170,7 +170,7 @@ def find_needles(
     scores = torch.zeros(len(SCORES), len(wanted.lengths), wanted.trials, len(wanted.depths), dtype=torch.float64)
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
-            # A generator of its own, so that no context depends on which others are asked for.
+            # A separate generator per context, so that contexts do not depend on which others are requested.
             generator = random.Random(f"0 {length} {j}")
             context, questions = needle_context(tokenizer, haystack, length, wanted.depths, generator)
             cache = DynamicCache(config=model.config)

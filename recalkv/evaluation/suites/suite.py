@@ -1,4 +1,4 @@
-"""What all suites share: tasks that both models do on the same items, their figures, and a page."""
+"""Base class of the suites: tasks run by both models on the same items, their metrics, and a page."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,19 +12,19 @@ Progress = Callable[[], object]
 
 
 class Suite(ABC):
-    """Tasks as the parameters ask for them, checked before the first is run.
+    """Tasks configured by the parameters; they are checked before the first one runs.
 
     Parameters
     ----------
     params
         All parameters.
     dense
-        Folder of the dense model, by whose tokenizer and sizes tasks are checked.
+        Folder of the dense model, whose tokenizer and sizes are used to check the tasks.
 
     Attributes
     ----------
     steps
-        Calls of ``progress`` that scoring one model takes; None where that is not known.
+        Number of ``progress`` calls when one model is scored; None if unknown.
     """
 
     steps: int | None = None
@@ -34,18 +34,18 @@ class Suite(ABC):
 
     @abstractmethod
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> Any:
-        """Scores of one model, dense or compressed; the items are the same for every model."""
+        """Score one model, dense or compressed; the items are the same for every model."""
 
     @abstractmethod
     def metrics(self, dense: Any, compressed: Any) -> dict[str, Any]:
-        """Reproducible figures, from the scores of both models."""
+        """Return reproducible metrics from the scores of both models."""
 
     @abstractmethod
     def page(self, metrics: dict[str, Any]) -> list[str]:
-        """Lines of a page in Markdown."""
+        """Return the lines of a Markdown page."""
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first column is text, the others are numbers."""
+    """Return the lines of a Markdown table; the first column is text, the others are numbers."""
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]

@@ -1,6 +1,6 @@
-"""Zero-shot accuracy: lm-eval's own tasks and its Hugging Face adapter around a model.
+"""Zero-shot accuracy with lm-eval's tasks and its Hugging Face adapter.
 
-lm-eval is imported where it is used, so that the rest of the package works without it.
+lm-eval is imported lazily, so that the rest of the package works without it.
 """
 
 import functools
@@ -19,16 +19,16 @@ from recalkv.model.precision import evaluation_precision
 from recalkv.params import Params
 
 PAPER_TASKS = ("openbookqa", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
-"""The six sets of the paper's Table 1, by their names in lm-eval."""
+"""The six datasets of the paper's Table 1, by their names in lm-eval."""
 
 _NORMALIZED = ("openbookqa", "hellaswag", "arc_challenge")
 
 
 def metric_of(task: str) -> str:
-    """lm-eval's name of a task's accuracy: by likelihood over length (``acc_norm``) where the paper has it so.
+    """Return lm-eval's accuracy metric of a task: length-normalized (``acc_norm``) if the paper uses it, else ``acc``.
 
-    Which they are, the dense models' figures tell: LLaMA-2-7B's 44.2 on OpenBookQA, 76.0 on HellaSwag and 46.3 on
-    ARC-Challenge are ``acc_norm``, its 78.1 on PIQA and 76.4 on ARC-Easy are ``acc``.
+    The paper's dense figures show which metric it uses: LLaMA-2-7B's 44.2 on OpenBookQA, 76.0 on HellaSwag and 46.3 on
+    ARC-Challenge are ``acc_norm``; 78.1 on PIQA and 76.4 on ARC-Easy are ``acc``.
     """
     return "acc_norm" if task in _NORMALIZED else "acc"
 
@@ -42,7 +42,7 @@ class TaskScore:
     task
         Name in lm-eval.
     correct
-        Whether each item was answered rightly, in the task's order; the same items for every model.
+        Whether each item was answered correctly, in task order; the items are the same for every model.
     """
 
     task: str
@@ -50,7 +50,7 @@ class TaskScore:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of items answered rightly, by :func:`metric_of`."""
+        """Fraction of items answered correctly, by the metric :func:`metric_of`."""
         return sum(self.correct) / len(self.correct)
 
     @property
@@ -59,12 +59,12 @@ class TaskScore:
         return _standard_error(np.array(self.correct, float))
 
     def against(self, other: "TaskScore") -> tuple[float, float]:
-        """Difference to another model's accuracy on the same items, and its (paired) standard error."""
+        """Return the accuracy difference from another model on the same items, and its paired standard error."""
         differences = np.subtract(self.correct, other.correct, dtype=float)
         return float(differences.mean()), _standard_error(differences)
 
     def record(self, dense: "TaskScore") -> dict[str, Any]:
-        """Both accuracies and their difference, with standard errors over items, paired for the difference."""
+        """Return both accuracies and their difference, with standard errors over items (paired for the difference)."""
         difference, error = self.against(dense)
         return {
             "items": len(self.correct),
@@ -76,19 +76,19 @@ class TaskScore:
 
 
 def average(scores: Sequence[TaskScore]) -> float:
-    """Mean accuracy over tasks, each counting alike, as in the paper."""
+    """Return the unweighted mean accuracy over tasks, as in the paper."""
     return sum(score.accuracy for score in scores) / len(scores)
 
 
 def check_tasks(tasks: Mapping[str, Path | None]) -> None:
-    """Refuse tasks that lm-eval does not know, and local items that do not fit them.
+    """Refuse tasks that lm-eval does not know, and local items that do not match them.
 
     Raises
     ------
     ParameterError
         If a task is unknown.
     DataError
-        If a file is missing, or lacks a column of the task's set on the hub.
+        If a file is missing, or lacks a column of the task's hub dataset.
     """
     with quiet("lm_eval"):
         known = _known_tasks(tasks)
@@ -114,27 +114,27 @@ def zero_shot(
     batch_size: int = 16,
     precision: str = "float32",
 ) -> list[TaskScore]:
-    """Score a model on multiple-choice tasks without examples in the prompt.
+    """Score a model zero-shot on multiple-choice tasks.
 
     Parameters
     ----------
     model, tokenizer
         A causal Hugging Face model, dense or compressed, and its tokenizer.
     tasks
-        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub's set, or None for the hub.
+        Names of lm-eval tasks, each with a local .jsonl file in the schema of the hub dataset, or None for the hub.
     limit
-        Use the first so many items of each task; None for all.
+        Number of items of each task, from the first; None for all.
     batch_size
-        Continuations per forward pass: memory, not results.
+        Continuations per forward pass: affects memory, not results.
     precision
-        ``bfloat16`` runs matrix products under autocast.
+        ``bfloat16`` runs matrix products in bfloat16 under autocast.
 
     Raises
     ------
     ParameterError
-        If lm-eval does not know a task, or it has no accuracy.
+        If a task is unknown to lm-eval, or has no accuracy metric.
     DataError
-        If a local file does not exist.
+        If a local file is missing or lacks a column, or a task has fewer than two items.
     """
     check_tasks(tasks)
     with quiet("lm_eval"):
@@ -151,7 +151,7 @@ def zero_shot(
         result = run_tasks(adapter, [_task(name, path) for name, path in tasks.items()], manager, limit)
     scores = []
     for name in tasks:
-        # Sorted, because lm-eval returns the items in the order in which it ran them.
+        # Sort: lm-eval returns the items in the order in which it ran them.
         samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
         metric = metric_of(name)
         if any(metric not in sample for sample in samples):
@@ -163,7 +163,7 @@ def zero_shot(
 
 
 class ZeroShot(Suite):
-    """Multiple-choice questions without examples in the prompt."""
+    """Zero-shot multiple-choice tasks."""
 
     def __init__(self, params: Params, dense: Path) -> None:
         wanted = self._wanted = params.zeroshot
@@ -176,7 +176,7 @@ class ZeroShot(Suite):
         self._tasks, self.steps = tasks, len(tasks)
 
     def score(self, model: Any, tokenizer: Any, progress: Progress) -> list[TaskScore]:
-        """Answers to each task's items."""
+        """Return the scores of each task."""
         precision = evaluation_precision(self._precision, next(model.parameters()).device)
         scores = []
         for task, path in self._tasks.items():
@@ -188,7 +188,7 @@ class ZeroShot(Suite):
         return scores
 
     def metrics(self, dense: list[TaskScore], compressed: list[TaskScore]) -> dict[str, Any]:
-        """Fractions of the items, standard errors over items, paired for the difference."""
+        """Return accuracies and agreement as fractions of items, with standard errors (paired for the difference)."""
         tasks = {}
         for reference, score in zip(dense, compressed, strict=True):
             same = sum(a == b for a, b in zip(score.correct, reference.correct, strict=True))
@@ -196,7 +196,7 @@ class ZeroShot(Suite):
         return {"average": {"dense": average(dense), "compressed": average(compressed)}, "tasks": tasks}
 
     def page(self, metrics: dict[str, Any]) -> list[str]:
-        """A row a task."""
+        """Render the page, with one row per task."""
         rows = []
         for task, score in metrics["tasks"].items():
             sides = [
@@ -219,20 +219,20 @@ class ZeroShot(Suite):
 
 
 def _known_tasks(names: Iterable[str]) -> set[str]:
-    """Single tasks of lm-eval, those of these names at least; groups and tags have no items of their own."""
+    """Return the single tasks of lm-eval, at least those among ``names``; groups and tags have no items themselves."""
     manager = _task_manager(names)
     return set(manager.all_tasks) - set(manager.all_groups) - set(manager.all_tags)
 
 
 def _task_manager(names: Iterable[str]) -> Any:
-    """lm-eval's way to find tasks; the paper's in their own folders, as an index of all takes many seconds."""
+    """Return an lm-eval task manager; for the paper's tasks it indexes only their folders, which saves many seconds."""
     named = set(names)
     return _indexed(tuple(sorted({_FOLDERS[name] for name in named})) if named <= _FOLDERS.keys() else None)
 
 
 @functools.cache
 def _indexed(folders: tuple[str, ...] | None) -> Any:
-    """Tasks of some of lm-eval's folders, or all."""
+    """Return a task manager for some of lm-eval's task folders, or for all tasks."""
     with needing("eval"):
         from lm_eval import tasks
 
@@ -243,10 +243,10 @@ def _indexed(folders: tuple[str, ...] | None) -> Any:
 
 
 def _task(name: str, path: Path | None) -> Any:
-    """Return lm-eval's task as it is, or with the data of a local file."""
+    """Return the name of an lm-eval task, or its config with the data of a local file."""
     if path is None:
         return name
-    # In a group of its own: changes to a task that lm-eval knows are read in a group's list only.
+    # Wrapped in a group: lm-eval reads overrides of known tasks only from the task list of a group.
     return {"group": f"{name} (local)", "task": [{"task": name, **local_override(path)}]}
 
 
@@ -258,7 +258,7 @@ _FOLDERS = {
     "arc_challenge": "arc",
     "winogrande": "winogrande",
 }
-"""Of lm-eval's tasks, by name."""
+"""Folders of lm-eval's tasks, by task name."""
 _COLUMNS = {
     "openbookqa": ("question_stem", "choices", "answerKey"),
     "hellaswag": ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
