@@ -152,13 +152,13 @@ def _check_causal(mask: Tensor, count: int) -> None:
 
 
 def check_positions(module: Any, positions: Tensor) -> None:
-    """Refuse multimodal RoPE positions (3 or 4, batch, tokens) unless the last three are equal, as for text.
+    """Refuse multimodal RoPE positions (axes, batch, tokens) that differ between axes; those of text do not.
 
     Raises
     ------
     UnsupportedModelError
     """
-    # If there are four, the first holds text positions for masks.
+    # If there are four axes, the first holds text positions for masks.
     same = (positions[-3:] == positions[-3:-2]).all()
     message = (
         f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers a token (multimodal RoPE), "
