@@ -354,7 +354,7 @@ class CodecLayer(CacheLayerMixin):
         self.record_past, self.recorded = True, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens; their number is given as a negative one."""
+        """Remove the newest tokens; ``tokens_to_remove`` is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number.")
         left = self.length + tokens_to_remove

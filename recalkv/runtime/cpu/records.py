@@ -49,17 +49,17 @@ def padded(width: int) -> int:
 
 
 def query_size(width: int, segments: int, pairs: int, dk: int) -> int:
-    """Return float32 values of a prepared query: int16 code, a factor per segment, mean-key coefficients, query."""
+    """Count float32 values of a prepared query: int16 code, a factor per segment, mean-key coefficients, query."""
     return width // 2 + segments + 2 * pairs + dk
 
 
 def partial_size(queries: int, dv: int, wv: int) -> int:
-    """Return float32 values of a thread's partial result of a group: peaks, weight sums (coded, exact), value sums."""
+    """Count float32 values of a thread's partial result of a group: peaks, weight sums (coded, exact), value sums."""
     return queries * (3 + dv + wv)
 
 
 def thread_size(queries: int, kv: int, pairs: int, inner: int, head_dims: int, widest: int, exact: int) -> int:
-    """Return float32 values of the memory in which a thread processes a piece or exact tokens, or merges sums."""
+    """Count float32 values of the memory in which a thread processes a piece or exact tokens, or merges sums."""
     piece = widest // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * pairs + padded(inner) + 1) + 48
     return piece + queries * exact + (queries + kv) * (head_dims + widest + 3 * COLUMNS)
 

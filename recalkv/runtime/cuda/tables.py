@@ -125,7 +125,7 @@ def _rows(segment: Segment, start: int) -> tuple[int, int, int]:
 
 
 def _products(bits: int, columns: int, count: int, start: int) -> list[list[list[int]]]:
-    """Return the coefficients of a segment's products: two per register, the registers being of two columns or one."""
+    """Return the coefficients of a segment's products: two per register, the two registers from two columns or one."""
     wide = 2 if count == 2 else 1
 
     def number(unit: int, product: int, lane: int, place: int) -> int:
