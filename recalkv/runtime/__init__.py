@@ -1,6 +1,6 @@
-"""The codec in transformers: an attention function and a cache of rows, for any model; ``use_codec`` turns it on.
+"""The codec in transformers: an attention function and a cache of rows for any model, enabled by ``use_codec``.
 
 ``cache`` holds rows and exact tokens, ``attention`` is the function that models call, ``prefill`` attends from chunks
-and ``decode`` from single tokens: on a CPU by the compiled loops of ``cpu``, on CUDA by ``cuda`` or ``triton_decode``
+and ``decode`` from single tokens: on a CPU by the compiled loops in ``cpu``, on CUDA by ``cuda`` or ``triton_decode``
 (chosen in ``row_attention``). ``paged`` does both over the blocks of a serving engine.
 """

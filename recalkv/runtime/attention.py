@@ -1,4 +1,4 @@
-"""The attention function that models call: it stores new tokens and attends to what the cache holds of all."""
+"""Attention function that models call: store the new tokens, then attend to all tokens in the cache."""
 
 import contextlib
 import math
@@ -21,16 +21,16 @@ from recalkv.runtime.mask_cache import of_mask
 NAME = "recalkv_codec"
 
 GIVEN = threading.local()
-"""``positions`` of the pass of this thread, (batch or 1, tokens), where there is no cache to keep them."""
+"""Holds ``positions``, (batch or 1, tokens), of this thread's forward pass if it has no cache to keep them."""
 
 _HIDDEN = -1000.0
-"""Additive mask values below this hide a slot."""
+"""A slot whose additive mask value is below this is hidden."""
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **further: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls; a pass that is refused leaves nothing in the cache, and may be given again."""
+    """Serve calls from transformers; a refused pass leaves nothing pending in the cache, so it can be retried."""
     try:
         return _attend(module, query, key, value, attention_mask, **further)
     except BaseException:
@@ -59,7 +59,7 @@ def _attend(
             f"codec: {type(module).__name__} uses recalkv's attention function without a codec; call "
             f"`recalkv.use_codec(model, codec)`."
         )
-    # A tower that reads images caches nothing.
+    # An image tower caches nothing.
     own = None if codec is None else codec.layers.get(module.layer_idx)
     if codec is None or own is None or not getattr(module, "is_causal", True) or further.get("is_causal") is False:
         return dense_attention(
@@ -78,7 +78,7 @@ def _attend(
     kind = query.device.type
     mixed: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if torch.is_autocast_enabled(kind):
-        # As for torch's own attention; what is coded is computed in float32.
+        # Cast as PyTorch's own attention does under autocast; the codec computes in float32.
         query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
         mixed = torch.autocast(kind, enabled=False)
     with torch.no_grad(), mixed:
@@ -95,12 +95,12 @@ def _attend(
 
 
 def _slots_seen(module: Any, mask: Tensor) -> Tensor:
-    """A mask as bool, from one that is added to scores, which may hide slots and do nothing else.
+    """Return a mask as bool; an additive mask may only hide slots.
 
     Raises
     ------
     UnsupportedModelError
-        If it changes the scores of slots that are seen.
+        If the mask changes the scores of visible slots.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -127,7 +127,7 @@ def _slots_seen(module: Any, mask: Tensor) -> Tensor:
 
 
 def _check_causal(mask: Tensor, count: int) -> None:
-    """Refuse a mask whose queries, of the last slots, see slots after their own.
+    """Refuse a mask in which any of the queries, those of the last ``count`` slots, sees slots after its own.
 
     Raises
     ------
@@ -152,13 +152,13 @@ def _check_causal(mask: Tensor, count: int) -> None:
 
 
 def check_positions(module: Any, positions: Tensor) -> None:
-    """Refuse positions (numbers, batch, tokens) of multimodal RoPE that are not those of text, thrice the same.
+    """Refuse multimodal RoPE positions (axes, batch, tokens) that differ between axes; those of text do not.
 
     Raises
     ------
     UnsupportedModelError
     """
-    # Where there are four, the first is the text's own, for masks.
+    # If there are four axes, the first holds text positions for masks.
     same = (positions[-3:] == positions[-3:-2]).all()
     message = (
         f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers a token (multimodal RoPE), "
@@ -171,14 +171,14 @@ def check_positions(module: Any, positions: Tensor) -> None:
 
 
 def _given(query: Tensor) -> Tensor | None:
-    """Positions of a pass without a cache, where the model does not hand them to its attention."""
+    """Return the positions of a pass without a cache, for models that do not pass them to their attention."""
     positions: Tensor | None = None if torch.compiler.is_compiling() else getattr(GIVEN, "positions", None)
     fits = positions is not None and positions.shape[0] in (1, len(query)) and positions.shape[1] == query.shape[2]
     return positions if fits else None
 
 
 def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | None:
-    """Positions of the new tokens as one row of numbers a sequence."""
+    """Return the positions of the new tokens, one row per sequence."""
     if positions is None:
         return None
     if positions.dim() == 3:
@@ -198,13 +198,13 @@ def _cached(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention over a cache of rows, new tokens included: (batch, queries, heads, d_v)."""
+    """Attend over a cache of rows, including the new tokens: (batch, queries, heads, d_v)."""
     count = query.shape[2]
     end = layer.length + count
     _, skipped = layer.get_mask_sizes(count)
     visible = end - skipped
     if mask is not None:
-        # Masks of a static cache cover all its slots or its window, those of a full one as many as there are.
+        # The mask of a static cache covers all its slots or its window; that of a dynamic cache, the visible slots.
         static = layer.capacity if layer.capacity is not None and not layer.is_sliding else None
         width, covered = mask.shape[-1], visible if static is None else min(visible, static)
         short = layer.is_sliding and layer.capacity is not None and width == layer.get_max_length()
@@ -214,21 +214,21 @@ def _cached(
                 f"attends to and the new ones; leave it out, or give one of two dimensions."
             )
         mask = mask[..., :visible]
-        if mask.shape[-1] == visible:  # else a static cache is too small, which it says itself
+        if mask.shape[-1] == visible:  # otherwise a static cache is too small, which `begin` reports
             _check_causal(mask, count)
     seen = None
     if mask is not None and layer.unsettled:
-        # Padding of new tokens: no query sees them.
+        # New tokens that no query sees are padding.
         own, batch = mask[..., visible - count :], query.shape[0]
         seen = of_mask(own, ("seen", batch), lambda: own.any(1).any(1).expand(batch, -1))
     if count == 1 and (mask is None or mask.shape[1] == 1):
         return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
     before = layer.exact_slots() if layer.length else None
     earlier, start = _earlier(layer, before, key, value), layer.length
-    # What a sliding layer drops for a long chunk, and the chunk's first queries attend to.
+    # Slots that a sliding layer drops for a long chunk although the chunk's first queries attend to them.
     leaving = layer.rounded(skipped, start) if skipped < start < end - SLACK and layer.is_sliding else None
     layer.append(key, value, seen, positions)
-    # Slots that can be attended to; a sliding layer may hold more.
+    # First slot that can be attended to; a sliding layer may hold older ones.
     low = max(layer.base, skipped)
     keys, values = _with_sinks(layer.rounded(low, end), layer, low, end)
     pair = keys.to(query.dtype), values.to(query.dtype)
@@ -241,7 +241,7 @@ def _cached(
 
 
 def _is_empty(part: Tensor) -> bool:
-    """Whether nothing is attended to in a part of a mask."""
+    """Return whether a part of a mask hides all its slots; assumed while compiling."""
     return torch.compiler.is_compiling() or of_mask(part, "empty", lambda: not bool(part.any()))
 
 
@@ -255,7 +255,7 @@ def _whole_chunk(
     skipped: int,
     low: int,
 ) -> tuple[Tensor, Tensor]:
-    """Rounded states of slots that a chunk longer than the layer's window pushed out of it, before the others."""
+    """Prepend the rounded states of slots that a chunk longer than the layer's window pushed out of it."""
     parts = [] if leaving is None else [tuple(states[:, :, : low - skipped] for states in leaving)]
     if low > start:
         first = max(skipped, start)
@@ -267,7 +267,7 @@ def _whole_chunk(
 
 
 def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact states of the ``window - 1`` slots before a chunk, zero where there are none; rounded if not kept."""
+    """Return exact states of the ``window - 1`` slots before a chunk: zero before slot 0, rounded if not kept."""
     count, dims = layer.window - 1, (key.shape[-1], value.shape[-1])
     wanted = torch.arange(layer.length - count, layer.length, device=key.device)
     if slots is None:
@@ -275,7 +275,7 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
         return key.new_zeros((*shape, dims[0])), value.new_zeros((*shape, dims[1]))
     kept = layer.values[:, :, layer.sinks + wanted % layer.ring].to(key.dtype)
     if max(0, layer.length - count) < layer.written - layer.ring:
-        # Behind a deep crop some are known by their rows alone.
+        # After a deep crop, some slots are available only as rows.
         there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
         low = max(layer.base, layer.length - count)
         known = torch.cat(_with_sinks(layer.rounded(low, layer.length), layer, low, layer.length), -1)
@@ -286,7 +286,7 @@ def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor
 
 
 def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, low: int, end: int) -> tuple[Tensor, Tensor]:
-    """Put exact sinks in their places among states of consecutive slots."""
+    """Replace the sinks among states of consecutive slots by their exact states."""
     assert layer.first is not None
     if not layer.sinks:
         return states
@@ -321,7 +321,7 @@ def _uncached(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """One pass without a cache, or over one of exact states: as if all had been cached in rows."""
+    """Attend without a cache, or over a cache of exact states, as if all tokens had been cached as rows."""
     start = key.shape[2] - query.shape[2]
     layer = CodecLayer(own, codec.window, codec.sinks)
     layer.lazy_initialization(key, value)
@@ -340,7 +340,7 @@ def _uncached(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Codes have no gradient: say so where one is asked for."""
+    """Identity whose backward pass raises an error, as codes have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *states: Tensor) -> Tensor:

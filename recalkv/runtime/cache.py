@@ -1,8 +1,8 @@
-"""Cache layers of coded keys and values: rows of all tokens, and exact states of the first and the newest ones.
+"""Cache layers of coded keys and values: rows of all tokens, and exact states of the first and the newest tokens.
 
-What a query finds depends on its own slot alone: tokens at least ``window`` slots older are read from their rows, the
-newest ``window`` and a sequence's first ``sinks`` exactly. Rows of all tokens are packed as they arrive, so cropping
-only moves the end. The layers stand in transformers' own caches, whose methods they implement.
+What a query reads depends only on its slot: tokens at least ``window`` slots older are read from their rows, the newest
+``window`` tokens and the first ``sinks`` tokens of a sequence exactly. The rows of all tokens are packed on arrival, so
+cropping only moves the end. The layers go into transformers' own caches and implement their layer interface.
 """
 
 import contextlib
@@ -23,51 +23,51 @@ from recalkv.runtime.mean_keys import mean_keys
 from recalkv.trellis.rows import TILE, tiled, untiled
 
 SLACK = 32
-"""Exact tokens kept beyond the window, so that it stays whole when up to as many are taken back."""
+"""Exact tokens kept beyond the window, so that it stays complete when up to this many tokens are cropped."""
 
 _GROWTH = 16
-"""A growing layer's capacity grows by a sixteenth of its tokens at a time."""
+"""A growing layer gets extra room for a sixteenth of its tokens at a time."""
 
 _UNSET = 1 << 30
-"""First slot of a sequence that has no tokens yet."""
+"""Value of the first slot for a sequence without tokens."""
 
 
 def _written_later() -> contextlib.AbstractContextManager[Any]:
-    """Leave inference mode: its tensors cannot be written to outside of it, and a cache may outlive it."""
+    """Leave inference mode: inference tensors cannot be written to outside of it, and a cache may outlive it."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False)
 
 
 def _pack(loops: Any, keys: Tensor, values: Tensor, tiles: Tensor, place: int) -> None:
-    """Write rows of centered states (batch, kv heads, tokens, d) into tiles, a block a sequence, from a place on."""
+    """Pack centered states (batch, kv heads, tokens, d) into tiles, one block per sequence, from ``place`` on."""
     slots = place + torch.arange(keys.shape[2], device="cpu")
     for number, states in enumerate(zip(keys, values, strict=True)):
         loops.pack(*states, tiles, number * tiles.shape[1] * TILE + slots)
 
 
 class CodecLayer(CacheLayerMixin):
-    """One layer's cache.
+    """Cache of one layer.
 
     Parameters
     ----------
     codec
-        Of the layer.
+        Codec of the layer.
     window, sinks
-        Newest and first tokens that are read exactly.
+        Number of newest and of first tokens that are read exactly.
     sliding_window
-        Tokens that are attended to; older ones are dropped. None for all.
+        Number of tokens that are attended to; older ones are dropped. None for all.
     capacity
-        Slots of a static layer; None for a growing one.
+        Number of slots of a static layer; None for a growing one.
 
     Attributes
     ----------
     keys : (batch, tiles, row bytes, TILE) uint8
-        Rows, of slots from ``base`` on (:func:`recalkv.trellis.rows.tiled`).
+        Rows of the slots from ``base`` on (:func:`recalkv.trellis.rows.tiled`).
     values : (batch, kv heads, sinks + window + SLACK, d_k + d_v)
-        Exact states: the first tokens, then the newest, slot n at ``n % (window + SLACK)``.
+        Exact states: the first tokens, then a ring of the newest, slot n at ``n % (window + SLACK)``.
     first, offset : (batch,) int64
-        Slot of a sequence's first token, and what is added to slots to give positions.
+        Slot of each sequence's first token, and the offset added to slots to get positions.
     length : int
-        Slots so far.
+        Number of slots so far.
     """
 
     is_croppable = True
@@ -77,7 +77,7 @@ class CodecLayer(CacheLayerMixin):
         self, codec: LayerCodec, window: int, sinks: int, sliding_window: int | None = None, capacity: int | None = None
     ) -> None:
         super().__init__()
-        # Codecs move with the states; which one this was made for is asked when the cache is used again.
+        # `codec` moves with the states; `origin`, for which the layer was made, is compared when it is used again.
         self.codec, self.origin, self.window, self.sinks = codec, codec, window, sinks
         self.sliding_window, self.capacity = sliding_window, capacity
         self.is_sliding = sliding_window is not None
@@ -85,10 +85,10 @@ class CodecLayer(CacheLayerMixin):
         self.length = self.base = self.written = 0
         # Length at which recording of tokens that leave the sliding window began.
         self.recorded = 0
-        # True while a forward pass through recalkv's attention is to store tokens, False after; None outside of models.
+        # True until recalkv's attention has stored the tokens of a forward pass, then False; None outside of models.
         self.awaited: bool | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
-        # Positions of what comes, as the model was given them: not every family hands them to its attention.
+        # Positions of the next tokens, as passed to the model: not every family passes them to its attention.
         self.given: Tensor | None = None
         self.first: Tensor | None = None
         self.offset: Tensor | None = None
@@ -98,16 +98,16 @@ class CodecLayer(CacheLayerMixin):
 
     @property
     def ring(self) -> int:
-        """Exact tokens that there is room for after the sinks."""
+        """Size of the ring of exact tokens after the sinks."""
         return self.window + SLACK
 
     @property
     def edge(self) -> int:
-        """First slot of the residual window: those before it, sinks aside, are read from rows."""
+        """First slot of the residual window; slots before it, except sinks, are read from rows."""
         return max(self.length - self.window, self.written - self.ring, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate what is of fixed size."""
+        """Allocate the tensors; a growing layer starts without rows."""
         heads, dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
         if (heads, dims) != (self.codec.kv_heads, self.codec.head_dims):
             raise UnsupportedModelError(
@@ -117,7 +117,7 @@ class CodecLayer(CacheLayerMixin):
             )
         self.dtype, self.device, batch = key_states.dtype, key_states.device, key_states.shape[0]
         if self.codec.key_mean.device != self.device and not torch.compiler.is_compiling():
-            self.codec = self.codec.on(self.device)  # of a model that was moved
+            self.codec = self.codec.on(self.device)  # the model was moved
         tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
         shape = (batch, tiles, self.codec.row_bytes, TILE)
         with _written_later():
@@ -133,7 +133,7 @@ class CodecLayer(CacheLayerMixin):
         return slots if self.sliding_window is None else min(slots, self.sliding_window + self.ring + 2 * TILE)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new tokens; the attention function stores them (:meth:`append`), as it knows masks and positions."""
+        """Accept new tokens; the attention function, which knows masks and positions, stores them by :meth:`append`."""
         if self.pending is not None or self.awaited is False:
             raise UnsupportedModelError(
                 "codec: keys and values were handed to the cache and not to recalkv's attention function; call "
@@ -146,7 +146,7 @@ class CodecLayer(CacheLayerMixin):
                 f"codec: the cache holds {self.keys.shape[0]} sequences but got {key_states.shape[0]}; use one "
                 f"cache per batch."
             )
-        # Views of their own, which carry the way back to this layer through the model's code.
+        # New views, on which a reference to this layer travels through the model's code.
         keys, values = key_states.view_as(key_states), value_states.view_as(value_states)
         keys.codec_layer = self  # type: ignore[attr-defined]
         self.pending = keys, values
@@ -159,9 +159,9 @@ class CodecLayer(CacheLayerMixin):
         ----------
         keys, values : (batch, kv heads, tokens, d)
         seen : (batch, tokens) bool or None
-            Which of them are attended to at all; None for all. Those before the first are padding.
+            Which tokens are attended to at all; None for all. Tokens before the first such token are padding.
         positions : (batch or 1, tokens) int64 or None
-            None for slots.
+            None if positions equal slots.
         """
         start, count = self.length, keys.shape[2]
         self.begin(count, seen, positions)
@@ -170,11 +170,11 @@ class CodecLayer(CacheLayerMixin):
         self.advance(count)
 
     def begin(self, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
-        """Make ready for ``count`` new tokens: room, first slots and positions."""
+        """Prepare for ``count`` new tokens: set first slots and position offsets, and make room."""
         self.pending = self.given = None
         self.awaited = None if self.awaited is None else False
         if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and self.values.is_inference():
-            self._change(Tensor.clone)  # copied or read in inference mode, outside of which it is written to
+            self._change(Tensor.clone)  # copied or loaded in inference mode, but written to outside of it
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
             raise ParameterError(
@@ -185,17 +185,17 @@ class CodecLayer(CacheLayerMixin):
         self._make_room(start + count)
 
     def advance(self, count: int) -> None:
-        """Count new tokens, which are stored."""
+        """Add ``count`` tokens to the length."""
         self.length += count
         self.written = max(self.written, self.length)
 
     def _place(self, start: int, count: int, seen: Tensor | None, positions: Tensor | None) -> None:
-        """Set each sequence's first slot, and its offset from slots to positions."""
+        """Set each sequence's first slot and its offset from slots to positions."""
         assert self.first is not None and self.offset is not None
         fresh = self.first == _UNSET if start else torch.ones_like(self.first, dtype=torch.bool)
-        traced = torch.compiler.is_compiling()  # graphs know no flags that depend on tensors
+        traced = torch.compiler.is_compiling()  # a graph has no flags that depend on tensors
         if positions is not None:
-            positions = positions.to(self.first.device)  # of a split model they may be on the first GPU
+            positions = positions.to(self.first.device)  # in a split model they may be on the first GPU
             self.ragged |= traced or bool((positions[:, -1] != start + count - 1).any())
         if seen is None:
             begins = torch.full_like(self.first, start)
@@ -206,10 +206,10 @@ class CodecLayer(CacheLayerMixin):
             )
         if start or self.capacity is not None:
             begins = torch.where(fresh, begins, self.first)
-        # Otherwise the layers of a model share one tensor; later steps compare it by identity.
+        # Unless replaced above, the layers of a model share this tensor; later steps compare it by identity.
         self.first = begins
         if positions is not None:
-            # Of a sequence's first token: those of padding may be anything.
+            # Use the position of each first token: positions of padding are arbitrary.
             at = (begins - start).clamp(0, count - 1)
             own = positions.expand(len(at), -1).gather(1, at[:, None])[:, 0]
             self.offset = torch.where(fresh & (begins != _UNSET), own - begins, self.offset)
@@ -217,7 +217,7 @@ class CodecLayer(CacheLayerMixin):
         self.unsettled = self.ragged and (traced or bool((self.first == _UNSET).any()))
 
     def _store(self, keys: Tensor, values: Tensor, start: int) -> None:
-        """Write the rows of new tokens (batch, kv heads, tokens, d) from a slot on."""
+        """Write the rows of new tokens, whose states are (batch, kv heads, tokens, d), from slot ``start`` on."""
         if start < self.base:  # a chunk longer than a sliding window
             keys, values = (states[:, :, self.base - start :] for states in (keys, values))
             start = self.base
@@ -236,12 +236,12 @@ class CodecLayer(CacheLayerMixin):
         self.keys[:, low:high] = tiled(rows)
 
     def centered(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """States of slots from one on, float32, means taken off."""
+        """Return the states of slots from ``start`` on in float32, with means subtracted."""
         key_mean, value_mean = self._means(start, keys.shape[2])
         return keys.float() - key_mean, values.float() - value_mean
 
     def rounded_new(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of new tokens from a slot on as their rows would give them, which are not kept; float32."""
+        """Return float32 keys and values of new tokens as their rows would give them, without storing the rows."""
         count, centered = keys.shape[2], self.centered(keys, values, start)
         loops = layer_loops(self.codec, self.keys)
         if loops is None:
@@ -253,7 +253,7 @@ class CodecLayer(CacheLayerMixin):
         return self._with_means(keys, values, start)
 
     def rounded(self, low: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots as their rows give them: (batch, kv heads, slots, d) float32."""
+        """Return keys and values of slots as unpacked from their rows: (batch, kv heads, slots, d) float32."""
         loops = layer_loops(self.codec, self.keys)
         if loops is not None:
             keys, values = loops.unpack(self.keys, self._blocks(), low - self.base, end - low)
@@ -263,22 +263,22 @@ class CodecLayer(CacheLayerMixin):
         return self._with_means(keys, values, low)
 
     def _with_means(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Add to centered states, in place, what :meth:`centered` took off those of these slots."""
+        """Add the means that :meth:`centered` subtracts for these slots, in place."""
         key_mean, value_mean = self._means(start, keys.shape[2])
         return keys.add_(key_mean), values.add_(value_mean)
 
     def _means(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Mean keys, rotated, and mean values of slots, to broadcast over (batch, kv heads, count, d)."""
+        """Return rotated mean keys and mean values of slots, broadcastable to (batch, kv heads, count, d)."""
         assert self.offset is not None
         key_mean = mean_keys(self.codec, start, count, self.offset, self.most if self.ragged else None)
         return key_mean, self.codec.value_mean.to(self.device)[:, None]
 
     def _blocks(self) -> Tensor:
-        """The one block of rows that each sequence has."""
+        """Return a block table with one block of rows per sequence."""
         return torch.arange(len(self.keys), device="cpu")[:, None]
 
     def step_cache(self, low: int) -> StepCache:
-        """What compiled loops need for a step whose token is counted already, and attends to slots from one on."""
+        """Return the compiled loops' arguments for a step that attends to slots from ``low`` on, its token counted."""
         assert self.first is not None and self.offset is not None
         bounds = torch.tensor([[self.length, low, self.edge]], device="cpu").repeat(len(self.keys), 1)
         return StepCache(
@@ -287,7 +287,7 @@ class CodecLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def _make_room(self, end: int) -> None:
-        """Let the rows reach up to a slot: drop what slid out of the window, and grow."""
+        """Make room for rows up to slot ``end``: drop rows that slid out of the window, and grow."""
         window, held = self.sliding_window, self.keys.shape[1] * TILE
         if end - self.base <= held:
             return
@@ -307,10 +307,10 @@ class CodecLayer(CacheLayerMixin):
         self.keys = grown
 
     def _keep_exact(self, states: Tensor, start: int) -> None:
-        """Keep the first and the newest of (batch, kv heads, tokens, d_k + d_v)."""
+        """Keep exact states of the first and the newest of (batch, kv heads, tokens, d_k + d_v)."""
         assert self.first is not None
         count, ring = states.shape[2], self.ring
-        states = states.to(self.values.dtype)  # which may be another under autocast
+        states = states.to(self.values.dtype)  # may differ under autocast
         newest = states[:, :, -ring:]
         slots = torch.arange(start + count - newest.shape[2], start + count, device=states.device)
         self.values[:, :, self.sinks + slots % ring] = newest
@@ -324,37 +324,37 @@ class CodecLayer(CacheLayerMixin):
             self.values[:, :, number] = torch.where(here[:, None, None], own, self.values[:, :, number])
 
     def exact_slots(self) -> Tensor:
-        """Slot of each place of the exact tokens after the sinks, (window + SLACK,) int64; negative for none."""
+        """Return the slot at each place of the ring of exact tokens, (window + SLACK,) int64; negative for none."""
         places, last = torch.arange(self.ring, device=self.device), self.length - 1
         slots = last - (last - places) % self.ring
-        # Taken-back tokens left their places to no one.
+        # Places that cropped tokens have overwritten hold no slot.
         return torch.where(slots >= self.written - self.ring, slots, -1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of slots that a mask covers, and the first of them."""
+        """Return the number of slots that a mask covers, and the first of them."""
         if self.sliding_window is None:
             return (self.length + query_length if self.capacity is None else self.capacity), 0
         start = max(self.length - self.sliding_window + 1, 0)
-        # A static layer's mask covers its window at least, as those of layers without a code beside it do.
+        # A static layer's mask covers at least its window, as for the uncoded layers of the same cache.
         least = 0 if self.capacity is None else self.sliding_window
         return max(self.length - start + query_length, least), start
 
     def get_seq_length(self) -> int:
-        """Slots so far."""
+        """Return the number of slots so far."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Slots that there can be, -1 for any."""
+        """Return the maximum number of slots, -1 if unlimited."""
         if self.sliding_window is not None:
             return self.sliding_window if self.capacity is None else min(self.sliding_window, self.capacity)
         return -1 if self.capacity is None else self.capacity
 
     def activate_past_recording(self) -> None:
-        """Keep what slides out of the window until the next crop."""
+        """Keep tokens that slide out of the window until the next crop."""
         self.record_past, self.recorded = True, self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens, a negative number of them."""
+        """Remove the newest tokens; ``tokens_to_remove`` is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number.")
         left = self.length + tokens_to_remove
@@ -377,7 +377,7 @@ class CodecLayer(CacheLayerMixin):
                 stacklevel=2,
             )
         self.length = self.recorded = left
-        # What comes is exact again, whatever stood in its places.
+        # New tokens are exact again, whatever their places held before.
         self.written = min(self.written, left + self.ring)
         assert self.first is not None
         if left == 0:
@@ -401,13 +401,13 @@ class CodecLayer(CacheLayerMixin):
                 self.offset = torch.zeros_like(self.offset)
 
     def _change(self, sequences: Callable[[Tensor], Tensor]) -> None:
-        """Put other sequences in the place of those of all states."""
+        """Replace all state tensors by a function's results, which may select other sequences."""
         with _written_later():
             for name in ("keys", "values", "first", "offset") if self.is_initialized else ():
                 setattr(self, name, sequences(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequences in another order, some several times."""
+        """Reorder the sequences, possibly repeating or dropping some."""
         self._change(lambda own: own.index_select(0, beam_idx.to(own.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -415,5 +415,5 @@ class CodecLayer(CacheLayerMixin):
         self._change(lambda own: own.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the sequences."""
+        """Keep only the sequences at ``indices``."""
         self._change(lambda own: own[indices])

@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over a cache of rows: by Numba on a CPU, a kernel on a GPU, else by torch."""
+"""Attention of one new token per sequence over a cache of rows: Numba on a CPU, a kernel on a GPU, else PyTorch."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def decode_step(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Store a token of every sequence and attend from it.
+    """Store one token per sequence and attend from it.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def decode_step(
     positions : (batch or 1, 1) int64 or None
     seen : (batch, 1) bool or None
     mask : (batch or 1, 1, 1, slots) bool or None
-        Slots of the mask (:meth:`CodecLayer.get_mask_sizes`), all of them there.
+        Mask over the slots of :meth:`CodecLayer.get_mask_sizes`, cut after the new token.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def decode_step(
         layer.begin(1, seen, positions)
         layer.advance(1)
         seen_slots = None if mask is None else mask[:, 0, 0]
-        # Of the cache's type, which autocast may leave in between.
+        # Cast to the cache's dtype, which may differ under autocast.
         states = (each.to(layer.dtype).contiguous() for each in (query, key, value))
         output = loops.step(layer.step_cache(low), *states, seen_slots, scale, softcap, s_aux)
         return output.to(query.dtype)[:, None]
@@ -53,7 +53,7 @@ def decode_step(
     allowed = slots >= layer.first[:, None] if mask is None else mask[:, 0, 0]
     allowed = allowed.expand(query.shape[0], -1)
     output, lse = _attend_exact(layer, query, low, allowed, scale, softcap)
-    # Checking that the mask hides padding alone needs a sync with the device, so not while tracing.
+    # Not while tracing: checking that the mask hides only padding needs a device sync.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
     if served and (mask is None or _hides_padding_alone(mask, allowed, low, slots, layer.first)):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
@@ -73,7 +73,7 @@ def decode_step(
 def _attend_exact(
     layer: CodecLayer, query: Tensor, low: int, allowed: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the sinks and the residual window, of the slots from ``low`` on that are ``allowed``."""
+    """Attend to the sinks and the residual window, among the slots from ``low`` on that are ``allowed``."""
     assert layer.first is not None
     sinks, newest = layer.first[:, None] + torch.arange(layer.sinks, device=query.device), layer.exact_slots()
     seen = (sinks < layer.length) & (sinks >= low)
@@ -85,7 +85,7 @@ def _attend_exact(
 
 
 def _hides_padding_alone(mask: Tensor, allowed: Tensor, low: int, slots: Tensor, first: Tensor) -> bool:
-    """Whether sequences may attend to all slots (slots,), from ``low`` on, from their first one (batch,) on."""
+    """Return whether ``allowed`` hides only slots (slots,), from ``low`` on, before each sequence's first (batch,)."""
 
     def ask() -> tuple[Tensor, bool]:
         return first, bool((allowed == (slots >= first[:, None])).all())

@@ -1,4 +1,4 @@
-"""Values derived from a mask, computed once per forward pass and not per layer, as each waits for a GPU."""
+"""Values derived from a mask, computed once per forward pass, not per layer, as each waits for the GPU."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class _Kept(dict[Any, Any]):
-    """What was made of a tensor. Copies and pickles of the tensor, which are written to apart, begin with nothing."""
+    """Values derived from a tensor. Copies and pickles of the tensor, which are modified separately, start empty."""
 
     def __deepcopy__(self, memo: Any) -> "_Kept":
         return _Kept()
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # which torch.load takes
+        return OrderedDict, ()  # a type that torch.load accepts
 
 
 def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
-    """Return what was made of a mask under a name, or make it; kept on the tensor that the mask is a view of.
+    """Return a named value derived from a mask, made if needed and kept on the tensor that the mask is a view of.
 
-    It is made again once the mask was written to, each time in a traced graph, and for tensors of
-    ``torch.inference_mode``, which do not tell of writes; nor do writes by ``mask.data`` or shared NumPy memory.
+    It is recomputed after the mask was modified, every time in a traced graph, and every time for tensors of
+    ``torch.inference_mode``, which track no writes. Writes by ``mask.data`` or shared NumPy memory go unnoticed.
     """
     if torch.compiler.is_compiling() or mask.is_inference():
         return make()

@@ -1,4 +1,4 @@
-"""Mean keys after RoPE, from tables of cosines and sines that layers of the same rotation share."""
+"""Mean keys after RoPE, from cosine and sine tables that layers with the same rotation share."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ _tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (at least ``count``, d / 2) float32 of the positions from 0 on."""
+    """Return cosines and sines of the positions from 0 on, each (at least ``count``, d / 2) float32."""
     key = rotation.frequencies.numpy().tobytes(), device
     found = _tables.get(key)
     if found is None or len(found[0]) < count:
@@ -22,19 +22,19 @@ def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor,
 
 
 def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, most: int | None) -> Tensor:
-    """Mean keys of slots from one on.
+    """Return the rotated mean keys of ``count`` slots from ``start`` on.
 
     Parameters
     ----------
     offset : (batch,) int64
-        Of positions beyond slots.
+        Offset added to slots to get positions.
     most
-        The largest of them, or more; None where all are zero.
+        The largest offset or an upper bound; None if all are zero.
 
     Returns
     -------
     (batch or 1, kv heads, count, d_k) float32
-        Of position 0 for slots before it, which are padding.
+        Slots before position 0, which are padding, get the mean key of position 0.
     """
     rotation, device = codec.rotation, offset.device
     if most is not None or torch.compiler.is_compiling():
@@ -51,17 +51,17 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, most: i
 
 
 def mean_keys_at(codec: LayerCodec, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean keys of positions (tokens,) by :func:`turns` that reach them: (kv heads, tokens, d_k)."""
+    """Return the mean keys of positions (tokens,), from sufficiently long :func:`turns`: (kv heads, tokens, d_k)."""
     cos, sin = (table[positions] for table in tables)
     return _turned(codec, cos, sin)
 
 
 def _turned(codec: LayerCodec, cos: Tensor, sin: Tensor) -> Tensor:
-    """The means of KV heads, turned by cosines and sines (..., tokens, d / 2)."""
+    """Return the mean keys of all KV heads, rotated by cosines and sines (..., tokens, d / 2)."""
     rotation, device = codec.rotation, cos.device
     mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)
     first, second = (mean[:, None, index] for index in pairs)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     order = pairs.flatten()
-    # Pairs of halves, as most models have, stand in their order already.
+    # With pairs of halves, as in most models, dimensions are in order already.
     return turned if rotation.halves else torch.empty_like(turned).index_copy_(-1, order, turned)

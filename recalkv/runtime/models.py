@@ -1,4 +1,4 @@
-"""Let a loaded model use a codec: ``use_codec(model, "codec")``, then ``generate()`` as always."""
+"""Make a loaded model use a codec: ``use_codec(model, "codec")``, then ``generate()`` as usual."""
 
 import inspect
 import weakref
@@ -34,13 +34,13 @@ def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
     )
 
 
-# Of a model that uses a codec; and static caches take their sizes from the first tokens, not from dense keys.
+# Methods replaced in a model that uses a codec; static caches are then sized by the first tokens, not by dense keys.
 _METHODS = {"init_continuous_batching": _no_continuous_batching, "_get_static_cache_init_shape": lambda: None}
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
-    """Let a model cache coded keys and values from now on; its weights stay as they are.
+    """Make a model cache coded keys and values from now on; its weights do not change.
 
     ``generate()`` and forward passes with ``use_cache`` create the cache; an empty dynamic or static cache that the
     caller passes gets coded layers.
@@ -48,11 +48,11 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     Parameters
     ----------
     model
-        A decoder of transformers; adapters and quantized weights are allowed.
+        A transformers decoder; adapters and quantized weights are allowed.
     codec
         A codec, or the folder of its side-car.
     check
-        Refuse a codec that was fitted to another model.
+        Whether to refuse a codec that was fitted to another model.
 
     Returns
     -------
@@ -62,9 +62,9 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     Raises
     ------
     CheckpointError
-        If the codec is of another model, or cannot be read.
+        If the codec was fitted to another model or cannot be read.
     UnsupportedModelError
-        If the model has no attention of transformers' interface.
+        If the model does not use transformers' attention interface.
     """
     if not isinstance(model, nn.Module) or not isinstance(codec, Codec | str | Path):
         raise ParameterError(
@@ -86,14 +86,14 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     if missing:
         raise CheckpointError(f"codec: it has layers {missing}, but {type(base).__name__} does not; fit it again.")
     if any(each.is_cuda for each in base.parameters()):
-        kernel()  # before anything is traced
-        # Each layer on the GPU of its weights: steps that had to copy it there would wait for it.
+        kernel()  # load it before anything is traced
+        # Put each layer on the GPU of its weights: decoding steps would otherwise wait for the copy.
         places = {index: next(modules[index].parameters()).device for index in own.layers}
         moved = {index: layer.on(places[index]) for index, layer in own.layers.items() if places[index].type == "cuda"}
         own = replace(own, layers={**own.layers, **moved})
     for layer in own.layers.values():
         layer.prepare()
-    stop_codec(base)  # one that is refused leaves the model as it was
+    stop_codec(base)  # not earlier: a refused codec leaves the model unchanged
     before = attention_names(base)
     try:
         set_attention(base, NAME)
@@ -128,17 +128,17 @@ def stop_codec(model: Any) -> Any:
 
 
 def codec_of(model: Any) -> Codec | None:
-    """The codec that a model uses, or None."""
+    """Return the codec that a model uses, or None."""
     return next((each.recalkv_codec for each in _base(model).modules() if hasattr(each, "recalkv_codec")), None)
 
 
 _SAME = 0.01
-"""Relative difference of keys that rounding explains."""
+"""Relative difference between keys that rounding can explain."""
 
 
 @torch.no_grad()
 def check_cached(model: Any) -> int:
-    """Refuse a model whose cache does not hold the keys and values that its attention reads; else numbers per token.
+    """Check that a model's cache holds the keys and values that attention reads; return their elements per token.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def check_cached(model: Any) -> int:
         read.setdefault(layer, []).append(key.shape)
         seen[layer] = key[:, :, 0].float()
 
-    # Two sequences that differ in their last token alone.
+    # Two sequences that differ only in their last token.
     ids = torch.tensor([[1, 1], [1, 2]], device=model.device)
     with watching(model, watch):
         model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -175,7 +175,7 @@ def check_cached(model: Any) -> int:
 
 
 def codec_cache(model: Any, **settings: Any) -> Cache:
-    """An empty cache of coded layers for a model that uses a codec, to be given as ``past_key_values``."""
+    """Return an empty cache of coded layers for a model that uses a codec, to be passed as ``past_key_values``."""
     base, own = _base(model), codec_of(model)
     if own is None:
         raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
@@ -183,7 +183,7 @@ def codec_cache(model: Any, **settings: Any) -> Cache:
 
 
 def coded(cache: Any, codec: Codec) -> Any:
-    """Put coded layers in the place of a cache's empty ones; layers without keys and values stay."""
+    """Replace the empty layers of a cache by coded ones; layers without keys and values stay."""
     if isinstance(cache, EncoderDecoderCache):
         coded(cache.self_attention_cache, codec)
         return cache
@@ -243,14 +243,14 @@ def coded(cache: Any, codec: Codec) -> Any:
 
 
 def _is_of(layer: CodecLayer, codec: LayerCodec) -> bool:
-    """Whether a layer of a cache was made for this codec, or for one of the same numbers, as one that moved."""
+    """Return whether a cache layer was made for this codec or for one of equal values, as after a device move."""
     if layer.origin is not codec and layer.origin.is_like(codec):
         layer.origin = codec
     return layer.origin is codec
 
 
 def _base(model: Any) -> Any:
-    """The model of transformers in one that was compiled, or has adapters."""
+    """Return the transformers model inside a compiled model or one with adapters."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -260,11 +260,11 @@ def _attends(module: Any) -> bool:
 
 
 def _widest(mask: Any, layers: Sequence[CodecLayer], count: int) -> tuple[Any, int | None]:
-    """Of the masks of a model's kinds of layers that of the most slots, up to ``count`` new ones.
+    """Return the mask that covers the most slots, up to ``count`` new ones, among the masks of the layer types.
 
     Returns
     -------
-    The mask, and its column of the first new token; None without a cache, where they are the last.
+    The mask, and its column of the first new token; None without a cache, where the new tokens are the last columns.
     """
     start, layer = (layers[0].length, layers[0]) if layers else (0, None)
     if isinstance(mask, Mapping):
@@ -273,20 +273,20 @@ def _widest(mask: Any, layers: Sequence[CodecLayer], count: int) -> tuple[Any, i
         mask = None if kind is None else mask[kind]
         layer = next((each for each in layers if each.is_sliding == (kind != "full_attention")), None)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = mask[:, : start + count]  # it may cover all slots that there are to be
+        mask = mask[:, : start + count]  # it may cover future slots
     skipped = 0 if layer is None else layer.get_mask_sizes(count)[1]
     return mask, start - skipped if layers else None
 
 
 def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
-    """Refuse positions (batch or 1, tokens) that do not go on where a sequence's tokens are.
+    """Refuse positions (batch or 1, tokens) that do not continue those of a sequence's cached tokens.
 
     Raises
     ------
     ParameterError
     """
     count = positions.shape[-1]
-    # Not for single tokens on a GPU: it would have to wait, and their positions follow from the prompt's.
+    # Skip single tokens on a GPU: the check would need a device sync, and their positions follow from the prompt's.
     if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
         return
     assert layer.offset is not None
@@ -303,12 +303,12 @@ def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
 
 
 def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
-    """Refuse positions (batch or 1, tokens) that do not go on from one token to the next, padding aside.
+    """Refuse positions (batch or 1, tokens) that are not consecutive from token to token, except for padding.
 
     Parameters
     ----------
     start
-        Slot of the first token in a mask of four dimensions; None for its last ones.
+        Column of the first token in a four-dimensional mask; None if the tokens are its last columns.
 
     Raises
     ------
@@ -327,7 +327,7 @@ def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
         seen = mask[..., max(0, begin) : begin + count].to(wrong.device)
         if seen.shape[-2:] == (count, count):
             seen = (seen if seen.dtype == torch.bool else seen == 0).any(1)
-            # A token that no later one sees is padding, or alone: it reads nothing that is coded.
+            # A token that no later token sees is padding or a sequence of one token: it reads nothing coded.
             wrong = wrong & seen.any(1)[:, :-1] & seen.tril(-1).any(1)[:, 1:]
     if bool(wrong.any()):
         raise ParameterError(
@@ -337,7 +337,7 @@ def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
 
 
 def _check_lengths(layers: Sequence[CodecLayer]) -> None:
-    """Refuse a cache whose layers differ in length, as after a pass that failed.
+    """Refuse a cache whose layers differ in length, as after a failed pass.
 
     Raises
     ------
@@ -352,7 +352,7 @@ def _check_lengths(layers: Sequence[CodecLayer]) -> None:
 
 
 class _CacheHook:
-    """Before a forward pass: a cache of coded layers where the model is to have one."""
+    """Forward pre-hook that gives a model a cache of coded layers if it is to use a cache."""
 
     def __init__(self, codec: Codec, model: Any, module: nn.Module) -> None:
         self.codec, self.model = codec, weakref.ref(model)
@@ -389,7 +389,7 @@ class _CacheHook:
         if cache is None:
             GIVEN.positions = positions
         else:
-            # None as well: a pass that failed may have left others.
+            # Assign None as well: a failed pass may have left stale positions.
             for layer in layers:
                 layer.given = positions
             if layers and positions is not None:

@@ -1,8 +1,8 @@
-"""Attention over a paged cache of rows: what a serving engine's backend needs of a step, with nothing of any engine.
+"""Attention over a paged cache of rows: the engine-independent part of a serving engine's attention backend.
 
-A sequence has two lists of blocks: of rows, which all its tokens have, and of exact states, found by the same slots, of
-which the first ``sinks`` and the newest ``window`` are read. What a token's query finds is the same as in
-:class:`recalkv.runtime.cache.CodecLayer`, however its tokens came: one by one, as drafts, or in chunks.
+A sequence has two block tables: one for rows, which all its tokens have, and one for exact states, indexed by the same
+slots, of which the first ``sinks`` and the newest ``window`` are read. A token's query reads the same as in
+:class:`recalkv.runtime.cache.CodecLayer`, whether tokens arrive one by one, as drafts, or in chunks.
 """
 
 import itertools
@@ -23,23 +23,23 @@ from recalkv.runtime.row_attention import attend_rows, kernel_serves
 from recalkv.trellis.rows import TILE, untiled
 
 _PIECE = 8192
-"""Earlier slots that a chunk attends to at once: more would be unpacked into as much memory as the context is long."""
+"""Earlier slots that a chunk attends to at once: unpacking all would take memory in proportion to the context."""
 
 _ALIKE = 0.7
-"""Prompts are attended to together where the shortest has so much of the longest's tokens: what is padded is lost."""
+"""Prompts are batched if the shortest has at least this fraction of the longest's tokens: work on padding is wasted."""
 
 
 class Tokens(NamedTuple):
-    """Tokens that are decoded: each is a sequence of its own, of the length that includes it.
+    """Tokens to decode: each is treated as a separate sequence, whose length includes the token.
 
     Attributes
     ----------
-    rows, exact : (tokens, any) int64, on devices with kernels int32
-        Blocks of their sequences.
+    rows, exact : (tokens, any) int64, or int32 on devices with kernels
+        Block tables of the tokens' sequences.
     lengths : (tokens,) int64
-        Slots up to each token's own.
+        Number of slots up to and including each token's.
     longest
-        The largest of them, or any larger number.
+        The largest length or an upper bound.
     """
 
     rows: Tensor
@@ -54,11 +54,11 @@ class Chunk(NamedTuple):
     Attributes
     ----------
     rows, exact : (any,) int64
-        Blocks of the sequence.
+        Block tables of the sequence.
     first
-        Of the tokens, among those of the step.
+        Index of the first token among the tokens of the step.
     start, size
-        Slot of the first, and how many.
+        Slot of the first token, and number of tokens.
     """
 
     rows: Tensor
@@ -74,17 +74,17 @@ class PagedLayer:
     Parameters
     ----------
     codec
-        Of the layer.
+        Codec of the layer.
     window, sinks
-        Newest and first tokens that are read exactly.
+        Number of newest and of first tokens that are read exactly.
     sliding_window
-        Tokens that are attended to; None for all.
+        Number of tokens that are attended to; None for all.
     scale, softcap, s_aux
-        As for :func:`recalkv.codec.attention.dense_attention`.
+        Same as in :func:`recalkv.codec.attention.dense_attention`.
     reach
-        Positions that there can be.
+        Maximum number of positions.
     device
-        Of the cache.
+        Device of the cache.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PagedLayer:
         reach: int = 1024,
         device: torch.device | str = "cpu",
     ) -> None:
-        device = torch.empty(0, device=device).device  # with its number, as tensors there name it
+        device = torch.empty(0, device=device).device  # with its index, as in tensors' own devices
         codec = codec.on(device)
         self._turns = turns(codec.rotation, reach, device)
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
@@ -109,19 +109,19 @@ class PagedLayer:
         codec.prepare()
 
     def bind(self, rows: Tensor, exact: Tensor) -> None:
-        """Take a cache.
+        """Attach the tensors of a cache.
 
         Parameters
         ----------
         rows : (blocks, tiles, row bytes, TILE) uint8
-            Contiguous but for the first dimension.
+            Contiguous except for the first dimension.
         exact : (blocks, slots, kv heads, d_k + d_v)
-            Contiguous but for the first two.
+            Contiguous except for the first two dimensions.
         """
         self.rows, self.exact = rows, exact
 
     def writes_as_it_decodes(self, query: Tensor) -> bool:
-        """Whether :meth:`decode` writes tokens itself, as compiled loops do; else :meth:`write` is to come first."""
+        """Return whether :meth:`decode` also writes the tokens, as compiled loops do; else call :meth:`write` first."""
         return decoding_loops(self.codec, query) is not None
 
     def write(self, key: Tensor, value: Tensor, positions: Tensor, slots: Tensor, exact_slots: Tensor) -> None:
@@ -132,8 +132,8 @@ class PagedLayer:
         key, value : (tokens, kv heads, d)
             Post-RoPE keys.
         positions, slots, exact_slots : (tokens,) int64
-            Places in the sequences; and where rows and states go: block times its slots, plus the place in it.
-            Negative slots are of padding, and write nothing, or to block 0 where kernels decode.
+            Positions in the sequences, and where rows and exact states go: block times slots per block, plus the place
+            in the block. Negative slots are padding, which goes to block 0; compiled loops write no rows for it.
         """
         keys = key.float().transpose(0, 1) - mean_keys_at(self.codec, positions, self._turns)
         values = value.float().transpose(0, 1) - self.codec.value_mean.to(value.device)[:, None]
@@ -149,13 +149,13 @@ class PagedLayer:
         self.exact[place // size, place % size] = torch.cat([key, value], -1).to(self.exact.dtype)
 
     def decode(self, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> Tensor:
-        """Attend from tokens that are sequences of their own.
+        """Attend from tokens that are each treated as a separate sequence.
 
         Parameters
         ----------
         query : (tokens, heads, d_k)
         key, value : (tokens, kv heads, d)
-            Of the tokens; read where :meth:`writes_as_it_decodes`.
+            States of the tokens; read only if :meth:`writes_as_it_decodes`.
 
         Returns
         -------
@@ -188,14 +188,14 @@ class PagedLayer:
         return with_aux(output, lse, self.s_aux)[:, :, 0].to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk], output: Tensor) -> None:
-        """Attend from chunks whose tokens are written: prompts of similar length together, others one by one.
+        """Attend from chunks whose tokens are written: prompts of similar length in batches, others one by one.
 
         Parameters
         ----------
         query : (step's tokens, heads, d_k)
         key, value : (step's tokens, kv heads, d)
         output : (step's tokens, heads, d_v)
-            Written for the chunks' tokens.
+            Filled for the tokens of the chunks.
         """
         for together in _batches(chunks):
             longest = together[0].size
@@ -209,13 +209,13 @@ class PagedLayer:
                 output[chunk.first : chunk.first + chunk.size] = own[number, :, : chunk.size].transpose(0, 1)
 
     def rehearse(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, longest: int) -> None:
-        """Write and attend as for these tokens at the end of a sequence of ``longest``, or as so many prompts.
+        """Dry-run these tokens as the end of a sequence of ``longest`` tokens, or as prompts of that length.
 
-        For an engine that measures what memory its steps take before there is a cache: all slots are of one block.
-        ``output``, as for :meth:`attend`, is without meaning.
+        For an engine that measures the memory of its steps before a cache exists: all slots are in one block.
+        ``output``, as in :meth:`attend`, is meaningless.
         """
         count, device = len(query), query.device
-        # A longer context takes no more memory, as it is attended to piece by piece; here the last piece is longest.
+        # A longer context takes no more memory, as it is attended to piece by piece; this one's last piece is longest.
         start = max(0, min(longest - count, 2 * _PIECE + self.window - 2))
         blocks = torch.zeros(-(-(start + count) // TILE), dtype=torch.int64, device=device)
         slots = blocks.new_zeros(count)
@@ -244,17 +244,17 @@ class PagedLayer:
         return output.to(query.dtype)
 
     def _lowest(self, lengths: Tensor) -> Tensor:
-        """First slot that the last token of each length attends to."""
+        """Return the first slot that the last token of each length attends to."""
         if self.sliding_window is None:
             return torch.zeros_like(lengths)
         return (lengths - self.sliding_window).clamp_min(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-        """Chunks that all begin a sequence, padded at the end, or one: (batch, heads, queries, d_v)."""
+        """Attend from one chunk, or several that all begin a sequence, padded: (batch, heads, queries, d_v)."""
         start, count = chunks[0].start, chunks[0].size
         low, before = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window), None
         if self.sliding_window is None:
-            # What all queries of a chunk see.
+            # Whole pieces that all queries of the chunk see.
             low = max(0, start - self.window + 1) // _PIECE * _PIECE
             before = self._older(query, key.dtype, chunks[0], low)
         rounded = [key.new_zeros(*key.shape[:2], start + count - low, each) for each in self.codec.head_dims]
@@ -287,7 +287,7 @@ class PagedLayer:
         )  # fmt: skip
 
     def _older(self, query: Tensor, dtype: torch.dtype, chunk: Chunk, end: int) -> tuple[Tensor, Tensor] | None:
-        """Attention of a chunk over the slots before ``end``, piece by piece, and its log-sum-exp; None for none."""
+        """Attend from a chunk to the slots before ``end`` piece by piece; return output and log-sum-exp, or None."""
         result = None
         for low in range(0, end, _PIECE):
             keys, values = (each[None].to(dtype) for each in self._rounded(chunk, low, low + _PIECE))
@@ -298,14 +298,14 @@ class PagedLayer:
         return result
 
     def _put_sinks(self, states: Sequence[Tensor], chunk: Chunk, low: int, last: int) -> None:
-        """Write a sequence's exact first states over those of slots from ``low`` on."""
+        """Overwrite the states of slots from ``low`` to before ``last`` with the sequence's exact states."""
         slots = torch.arange(low, last, device=states[0].device)[None]
         exact = self._exact_states(chunk.exact[None], slots, states[0].dtype)
         for padded, each in zip(states, exact, strict=True):
             padded[:, :, : last - low] = each
 
     def _rounded(self, chunk: Chunk, low: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of some slots of a sequence as their rows give them: (kv heads, slots, d) float32."""
+        """Return keys and values of a sequence's slots as unpacked from their rows: (kv heads, slots, d) float32."""
         loops = layer_loops(self.codec, self.rows)
         if loops is not None:
             keys, values = loops.unpack(self.rows, chunk.rows[None], low, end - low)
@@ -319,7 +319,7 @@ class PagedLayer:
         return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]
 
     def _exact_states(self, blocks: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of slots (sequences, any) of sequences with such blocks: keys and values (sequences, kv heads, any, d)."""
+        """Return exact keys and values (sequences, kv heads, any, d) of slots (sequences, any), by a block table."""
         size, place = self.exact.shape[1], slots.clamp_min(0)
         states = self.exact[blocks.gather(1, place // size).long(), place % size].to(dtype).transpose(1, 2)
         keys, values = states.split(list(self.codec.head_dims), -1)
@@ -327,7 +327,7 @@ class PagedLayer:
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks that are attended to together, the longest first."""
+    """Yield the chunks that are attended to together, the longest first."""
     for start, own in itertools.groupby(sorted(chunks, key=lambda each: (each.start, -each.size)), lambda c: c.start):
         batch: list[Chunk] = []
         for chunk in own:

@@ -1,7 +1,7 @@
 """Attention of chunks: each query reads the sinks and its residual window exactly, and older tokens dequantized.
 
-The scores fall in two parts that are computed separately and merged by their log-sum-exp: the band of the newest
-``window`` tokens before each query, exact, and all older ones, rounded, sinks put back in their places.
+Attention is split into two parts that are computed separately and merged by their log-sum-exp: the exact band of the
+newest ``window`` tokens up to each query, and all older tokens, rounded, with the exact sinks put in their places.
 """
 
 import math
@@ -12,10 +12,10 @@ from torch import Tensor
 from recalkv.cache.products import products
 
 _BAND = 32
-"""Queries of a block whose bands are attended to at once."""
+"""Queries per block whose bands are attended to at once."""
 
 _QUERIES, _SLOTS = 512, 4096
-"""Queries and slots whose scores are in memory at once where no fused kernel serves."""
+"""Queries and slots whose scores are in memory at once where no fused kernel applies."""
 
 
 def attend(
@@ -30,22 +30,22 @@ def attend(
     s_aux: Tensor | None = None,
     before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of the queries of the last slots.
+    """Attend from the queries of the last slots.
 
     Parameters
     ----------
     query : (batch, heads, queries, d_k)
-        Of slots from ``start`` on, counted from the first slot of ``rounded``.
+        Queries of the slots from ``start`` on, counted from the first slot of ``rounded``.
     rounded : two of (batch, kv heads, start + queries, d)
-        Keys and values as they are read from rows, sinks exact.
+        Keys and values as read from rows, with exact sinks.
     exact : two of (batch, kv heads, window - 1 + queries, d)
-        Exact ones, of the slots from ``start - window + 1`` on; what lies before slot 0 is not read.
+        Exact keys and values of the slots from ``start - window + 1`` on; entries before slot 0 are not read.
     mask : (batch or 1, 1 or heads, queries, start + queries) bool, or None
-        Slots that each query may see; None for all up to its own.
+        Slots that each query may see; None for all slots up to the query's.
     softcap, s_aux
-        As for :func:`recalkv.codec.attention.dense_attention`.
+        Same as in :func:`recalkv.codec.attention.dense_attention`.
     before
-        Attention over slots before the first of ``rounded``, and its log-sum-exp; None for none.
+        Attention over slots before the first of ``rounded``, and its log-sum-exp; None if there are no such slots.
 
     Returns
     -------
@@ -85,14 +85,14 @@ def attend(
 
 
 def with_aux(output: Tensor, lse: Tensor, s_aux: Tensor | None) -> Tensor:
-    """Attention (batch, heads, queries, d_v) with a learned attention-sink logit per head in the softmax, if any."""
+    """Add a learned attention-sink logit per head, if any, to the softmax of attention (batch, heads, queries, d_v)."""
     if s_aux is None:
         return output
     return output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
 
 
 def softmax(scores: Tensor, allowed: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Soft-capped, masked softmax weights of float32 scores (..., slots), and their log-sum-exp (...)."""
+    """Return soft-capped, masked softmax weights of float32 scores (..., slots), and their log-sum-exp (...)."""
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if allowed is not None:
@@ -102,14 +102,14 @@ def softmax(scores: Tensor, allowed: Tensor | None, softcap: float | None) -> tu
 
 
 def _flash_serves(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Whether torch's fused attention for CPUs computes it."""
+    """Return whether PyTorch's fused CPU attention supports these arguments."""
     return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """That attention; ``allowed`` (..., queries, slots) of at most four dimensions."""
+    """Run PyTorch's fused CPU attention; ``allowed`` is (..., queries, slots) of at most four dimensions."""
     bias = None
     if allowed is not None:
         bias = torch.zeros(allowed.shape, dtype=query.dtype, device="cpu").masked_fill_(~allowed, -math.inf)
@@ -121,7 +121,7 @@ def _flash(
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of slots together, from that over each: (..., d) and the log-sum-exp of scores (...)."""
+    """Merge attention over two sets of slots: outputs (..., d), and log-sum-exps of the scores (...)."""
     both = torch.logaddexp(lse, other_lse)
     finite = torch.where(both == -math.inf, 0.0, both)
     weights = ((each - finite).exp()[..., None].to(output.dtype) for each in (lse, other_lse))
@@ -137,25 +137,25 @@ def partial_attention(
     causal: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some slots and its log-sum-exp.
+    """Attend to some of the slots; return the output and its log-sum-exp.
 
     Parameters
     ----------
     query : (batch, heads, queries, d_k)
     key, value : (batch, kv heads, slots, d)
-    allowed : (queries, slots) or with dimensions before them, bool
-        None for all, or for those up to each query's own place with ``causal``.
+    allowed : (queries, slots) or with leading dimensions, bool
+        None for all slots, or with ``causal`` for those up to each query's index.
 
     Returns
     -------
-    (batch, heads, queries, d_v) float32 or of the queries' type, (batch, heads, queries) float32
+    (batch, heads, queries, d_v) in float32 or the queries' dtype, (batch, heads, queries) float32
         Zero and -inf where nothing is allowed.
     """
     repeats = query.shape[1] // key.shape[1]
     if not _flash_serves(query, value, softcap):
         return _attention_in_blocks(query, key, value, scale, allowed, causal, softcap)
     if allowed is None and not causal:
-        # Fold the query heads of a KV head into the query dimension: larger products, and no state is copied.
+        # Fold the query heads of a KV head into the query dimension: larger matmuls, and no states are copied.
         output, lse = _flash(query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), key, value, scale)
         return output.reshape(query.shape), lse.reshape(query.shape[:3])
     key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
@@ -169,12 +169,12 @@ def partial_attention(
 def _attention_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, causal: bool, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, some queries and slots at a time (online softmax)."""
+    """Compute :func:`partial_attention` in plain PyTorch, some queries and slots at a time (online softmax)."""
     repeats, outputs, sums = query.shape[1] // key.shape[1], [], []
     for first in range(0, query.shape[2], _QUERIES):
         part = query[:, :, first : first + _QUERIES]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
-        # Fold the query heads of a KV head into the query dimension, so that no state is copied.
+        # Fold the query heads of a KV head into the query dimension, so that no states are copied.
         own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
         for start in range(0, last, _SLOTS):
             end = min(last, start + _SLOTS)
@@ -204,14 +204,14 @@ def _band(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query over the newest ``window`` slots, its own included, in blocks of queries."""
+    """Attend from each query to the newest ``window`` slots including the query's, in blocks of queries."""
     count, heads, device = query.shape[2], query.shape[1], query.device
     size = min(_BAND, count)
     blocks, lack = -(-count // size), -count % size
     span, groups = size + window - 1, heads // key.shape[1]
 
     def cut(states: Tensor) -> Tensor:
-        """(batch, kv heads, blocks, span, d)."""
+        """Cut states into overlapping blocks: (batch, kv heads, blocks, span, d)."""
         return torch.nn.functional.pad(states, (0, 0, 0, lack)).unfold(2, span, size).transpose(3, 4)
 
     queries = torch.nn.functional.pad(query, (0, 0, 0, lack)).unflatten(2, (blocks, size))
@@ -221,7 +221,7 @@ def _band(
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
     near = (place[1] >= place[0]) & (place[1] < place[0] + window)
     if mask is None and _flash_serves(query, value, softcap):
-        # Slots before the first concern the first blocks alone, and those after the last no query that is kept.
+        # Slots before slot 0 affect only the first blocks, and slots after the last only queries that are dropped.
         early = min(blocks, max(0, -(-(window - 1 - start) // size)))
         parts = []
         for first, last in ((0, early), (early, blocks)):
@@ -242,7 +242,7 @@ def _band(
             output.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
             lse.transpose(2, 3).flatten(1, 2).flatten(2, 3)[:, :, :count],
         )
-    # Slots before the first, and after the last.
+    # Exclude slots before slot 0 and after the last.
     slots = start - window + 1 + size * torch.arange(blocks, device=device)[:, None] + place[1]
     near = near & ((slots >= 0) & (slots < start + count))[:, None]
     if mask is not None:

@@ -1,7 +1,7 @@
-"""What decoding from rows needs on a device, and the same attention in plain torch, for devices without Triton.
+"""Device tables for decoding from rows, and the same attention in plain PyTorch for devices without Triton.
 
-Scores stay in the codes' coordinates: a query comes as ``q back^T``, so that no key is rebuilt, and the score of the
-mean key, which depends on the position alone, is a sum over RoPE pairs of two coefficients times a cosine and a sine.
+Scores are computed in code coordinates: a query comes as ``q back^T``, so that no key is reconstructed. The score of
+the mean key depends only on the position: a sum over RoPE pairs of two coefficients times a cosine and a sine.
 """
 
 import math
@@ -20,36 +20,36 @@ BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
 
 CHUNK = 64
-"""Numbers of a code that a kernel decodes at once, or half of it."""
+"""Coefficients of a code that a kernel decodes at once, or in two halves."""
 
 PAIRS = 16
-"""RoPE pairs that a kernel turns at once."""
+"""RoPE pairs that a kernel rotates at once."""
 
 MOST_WIDTH = 256
-"""Numbers of one code that a kernel keeps sums of in registers."""
+"""Maximum coefficients of one code whose sums a kernel keeps in registers."""
 
 MOST_RUNS = 128
-"""Parts of a sequence that kernels attend to apart (split-KV)."""
+"""Maximum number of parts of a sequence that kernels attend to separately (split-KV)."""
 
 BASE, DIGITS = 256, 3
-"""A position is ``low + 256 middle + 65536 high``, and its turn that of each digit in turn: up to 2^24 positions."""
+"""A position is ``low + 256 middle + 65536 high``, rotated digit by digit: up to 2^24 positions."""
 
 _PIECE = 128
-"""Tiles that plain torch unpacks at once."""
+"""Tiles that plain PyTorch unpacks at once."""
 
 
 @dataclass(frozen=True)
 class DeviceRotation:
-    """Cosines and sines of a rotation: of a tile's start by its digits, and of places within a tile.
+    """Cosine and sine tables of a rotation: for the digits of a tile's start, and for places within a tile.
 
     Attributes
     ----------
     anchors : (DIGITS, BASE, 2, pairs) float32
-        Cosines and sines of digit d times ``BASE^i``. The highest is from -1 on: a tile may begin before a sequence.
+        For digit d times ``BASE^i``. The highest digit starts at -1: a tile may begin before a sequence.
     places : (2, pairs, BLOCK_N) float32
-        Of the places in a tile. Pairs are padded with zero frequencies to a multiple of PAIRS.
+        For the places within a tile. Pairs are padded with zero frequencies to a multiple of PAIRS.
     pairs
-        Those of the rotation.
+        Number of pairs of the rotation, without padding.
     """
 
     anchors: Tensor
@@ -58,7 +58,7 @@ class DeviceRotation:
 
     @classmethod
     def of(cls, rotation: Rotation, device: torch.device | str) -> "DeviceRotation":
-        """Tables, computed in float64 on the CPU whatever the default device and type are."""
+        """Compute the tables in float64 on the CPU, whatever the default device and dtype are."""
         with torch.inference_mode(False):
             frequencies = rotation.frequencies.detach().to(device="cpu", dtype=torch.float64)
             pairs = len(frequencies)
@@ -74,7 +74,7 @@ class DeviceRotation:
             return cls(anchors.to(device), places.to(device), pairs)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (..., pairs) float32 at integer positions (...), without trigonometry or float64."""
+        """Return cosines and sines (..., pairs) float32 at integer positions (...), without trigonometry or float64."""
         digits = (positions % BASE, positions // BASE % BASE, positions // BASE**2 + 1)
         cos, sin = self.anchors[0, digits[0]].unbind(-2)
         for number in range(1, DIGITS):
@@ -85,24 +85,24 @@ class DeviceRotation:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """Where the codes of a layer's rows are, on a device.
+    """Locations of the codes in a layer's rows, on a device.
 
     Attributes
     ----------
-    table : (10, numbers) int32
-        :func:`recalkv.trellis.rows.number_table` of the keys and the values of each group in turn, with a byte's shift
-        in bits 24 and on of its place: first, first_mask, second, second_mask, last, before, scale; and the last three
-        as float32, bit for bit.
+    table : (10, coefficients) int32
+        :func:`recalkv.trellis.rows.number_table` for the keys and the values of each group in turn: first, first_mask,
+        second, second_mask, last, before, scale, and the last three as float32 bits. Bits 24 and up of first, second,
+        last and before hold the shift within the byte.
     places : (groups, 6) int32
-        Of each group: column of ``table`` where its keys begin, how many there are, bits that say which of their chunks
-        of CHUNK numbers have codes of two planes; the same of its values.
+        For each group: first column of its keys in ``table``, number of columns, bit mask of the chunks of CHUNK
+        coefficients that have two-plane codes; then the same for its values.
     segments
-        Of each group's keys, and of its values.
+        Segments of each group's keys and values.
     full
-        Numbers of a code if no direction is left out, keys and values: alike in all layers, so that one compiled kernel
-        serves them.
+        Coefficients of a code if no direction is left out, for keys and values: the same in all layers, so that one
+        compiled kernel serves them.
     row_bytes
-        Of a token.
+        Bytes per token.
     """
 
     table: Tensor
@@ -113,20 +113,20 @@ class DeviceLayout:
 
     @property
     def groups(self) -> int:
-        """Groups of KV heads."""
+        """Number of groups of KV heads."""
         return len(self.segments)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of the widest group's keys and values: what queries and outputs are padded to with zeros."""
+        """Coefficients of the widest group's keys and values, to which queries and outputs are zero-padded."""
         widths = [[sum(each.width for each in own) for own in pair] for pair in self.segments]
         return max(own[0] for own in widths), max(own[1] for own in widths)
 
     @classmethod
     def of(cls, layer: LayerCodec, device: torch.device | str) -> "DeviceLayout":
-        """Layout of a layer."""
+        """Build the layout of a layer."""
         byte, column, tables, places = 0, 0, [], []
-        # The tables of `number_table` are made where torch makes tensors by default.
+        # `number_table` creates tensors on the default device.
         with torch.inference_mode(False), torch.device("cpu"):
             for pair in zip(layer.keys, layer.values, strict=True):
                 row = []
@@ -162,7 +162,7 @@ def check(
     rotation: DeviceRotation,
     block_table: Tensor | None,
 ) -> None:
-    """Refuse what does not fit together.
+    """Refuse arguments that do not fit together.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def check(
 
 
 def check_rows(rows: Tensor, splits: int | None) -> None:
-    """Refuse rows that a kernel cannot read 16 bytes of at a time, and numbers of runs that it cannot sum.
+    """Refuse rows that a kernel cannot load 16 bytes at a time, and split counts that it cannot combine.
 
     Raises
     ------
@@ -209,10 +209,10 @@ def check_rows(rows: Tensor, splits: int | None) -> None:
 
 
 def runs_for(device: torch.device, resident: int, programs: int, capacity: int, slots: int) -> int:
-    """Number of split-KV runs of a sequence, from the capacity alone.
+    """Return the number of split-KV runs per sequence, from the capacity alone.
 
-    As many as fill the multiprocessors with ``resident`` programs each, beside ``programs`` of other sequences and
-    groups; at most one for each ``slots``; 1 without CUDA.
+    Runs of ``programs`` programs each, over all sequences and groups, fill the multiprocessors with ``resident``
+    programs each; at most one run for each ``slots`` slots; 1 without CUDA.
     """
     if device.type != "cuda":
         return 1
@@ -233,10 +233,10 @@ def coded_attention_torch(
     block_table: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token a sequence over rows, in float32; arguments and result as ``triton_decode`` has them.
+    """Attend from one token per sequence to rows, in float32; same arguments and result as in ``triton_decode``.
 
-    Rows are unpacked some tiles at a time (online softmax). On a CPU the tiles after the longest sequence are left
-    out; elsewhere that would wait for the device.
+    Rows are unpacked some tiles at a time (online softmax). On a CPU, the tiles after the longest sequence are
+    skipped; elsewhere that would need a device sync.
     """
     check(rows, layout, queries, mean_queries, rotation, block_table)
     batch, groups, count, _ = queries.shape
@@ -251,7 +251,7 @@ def coded_attention_torch(
         if block_table is None:
             piece = rows[:, start : start + len(tile)]
         else:
-            # Entries past a sequence's end may be anything.
+            # Block table entries outside the attended slots are arbitrary.
             used = (tile * TILE < length[:, None]) & ((tile + 1) * TILE > first[:, None])
             block = block_table[:, tile // per_block].long()
             piece = rows[torch.where(used, block, 0), tile % per_block]

@@ -1,4 +1,4 @@
-"""A token's attention over rows by the GPU kernels: queries into code coordinates, outputs back."""
+"""Attention of one token over rows by the GPU kernels: map queries to code coordinates and outputs back."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, 
 
 @functools.cache
 def kernel() -> Any:
-    """The kernel, CUDA C++ where that serves and else Triton; None where Triton is not installed."""
+    """Return the kernel: CUDA C++ where it is supported, else Triton; None where Triton is not installed."""
     try:
         from recalkv.runtime import cuda, triton_decode
     except ImportError:
@@ -27,7 +27,7 @@ def kernel() -> Any:
 
 
 def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:
-    """Whether the kernel can decode a layer."""
+    """Return whether the kernel can decode a layer."""
     widest = max(len(code.matrix) for code in (*codec.keys, *codec.values))
     return query.is_cuda and widest <= MOST_WIDTH and kernel() is not None
 
@@ -44,19 +44,19 @@ def attend_rows(
     attention: Any = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token a sequence over the rows of its slots from ``first`` to before ``length``.
+    """Attend from one token per sequence to the rows of its slots from ``first`` to before ``length``.
 
     Parameters
     ----------
     rows : (batch, tiles, row bytes, TILE) uint8
     query : (batch, heads, 1, d_k)
     first, length, offset : (batch,)
-        Slots, counted from the first of ``rows``, and what is added to give positions.
+        Slots, counted from the first slot of ``rows``, and the offset added to them to get positions.
     attention
-        In place of the kernel, with its signature; plain torch throughout with
-        :func:`recalkv.runtime.reference.coded_attention_torch`.
+        Function used in place of the kernel, with the same signature; with
+        :func:`recalkv.runtime.reference.coded_attention_torch`, everything runs in plain PyTorch.
     block_table : (batch, any) int32, or None
-        Of paged rows (blocks, tiles of a block, row bytes, TILE).
+        Block table of paged rows (blocks, tiles of a block, row bytes, TILE).
 
     Returns
     -------
@@ -77,7 +77,7 @@ def attend_rows(
 def coordinates_torch(
     query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups: int, scale: float
 ) -> list[Tensor]:
-    """As :func:`recalkv.runtime.triton_projections.coordinates` has it."""
+    """Compute the same as :func:`recalkv.runtime.triton_projections.coordinates` in plain PyTorch."""
     own = query.float().unflatten(1, (len(back), -1)) * scale
     codes = torch.einsum("bhrd,hdw->bhrw", own, back)
     (qa, qb), (ma, mb) = ((each[..., pairs[0]], each[..., pairs[1]]) for each in (own, mean[:, None]))
@@ -86,14 +86,14 @@ def coordinates_torch(
 
 
 def outputs_torch(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
-    """As :func:`recalkv.runtime.triton_projections.outputs` has it."""
+    """Compute the same as :func:`recalkv.runtime.triton_projections.outputs` in plain PyTorch."""
     own = numbers.flatten(1, 2).unflatten(1, (len(back), -1))
     return (torch.einsum("bhrw,hwd->bhrd", own, back) + mean[:, None]).flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a layer's attention needs on a device.
+    """Tables and matrices of a layer's attention on a device.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class _Prepared:
 
 
 def _prepared(codec: LayerCodec, device: torch.device) -> _Prepared:
-    """Made once for each device."""
+    """Return the tables and matrices of a layer, made once per device."""
     kept: dict[torch.device, _Prepared] = codec.__dict__.setdefault("_prepared", {})
     if device not in kept:
         with torch.inference_mode(False):

@@ -1,18 +1,18 @@
-# ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
+# ruff: noqa: N803  (kernel constants are named as in Triton)
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Attention of one token a sequence over rows of codes, in Triton: flash decoding that decodes in registers.
+"""Attention of one token per sequence over rows of codes, in Triton: flash decoding with dequantization in registers.
 
-1. ``attend_kernel``: one program takes a group of KV heads, a block of its queries and a run of the slots attended to
-   (split-KV). It decodes some numbers of BLOCK_N slots at once by shifts, masks and a polynomial, and multiplies them
-   on tensor cores: keys with queries, softmax weights with values.
-2. ``combine_kernel`` sums the runs and gives outputs and the logarithms of the softmax's sums.
+1. ``attend_kernel``: each program handles a group of KV heads, a block of its queries and a run of the attended slots
+   (split-KV). It decodes some coefficients of BLOCK_N slots at once by shifts, masks and a polynomial, and multiplies
+   them on tensor cores: keys with queries, softmax weights with values.
+2. ``combine_kernel`` combines the runs into outputs and log-sum-exps of the scores.
 
-How many slots there are is read on the device, so nothing waits for it and CUDA graphs hold for any length.
+Sequence lengths are read on the device, so nothing waits for them and a CUDA graph is valid for any length.
 
-Products take float16. Every segment has unit variance in its basis (:mod:`recalkv.codec.fit`), so numbers with their
-scales lie around 1, and scales that would leave the type, 8,192 times the usual, are cut there. Queries are divided by
-their largest number first; weights are multiplied by 2^14, or those of long texts would vanish. The score of the mean
-key, which may be larger than all others, is a product in three parts of tf32, as good as float32.
+Products are in float16. Every segment has unit variance in its basis (:mod:`recalkv.codec.fit`), so scaled coefficients
+are around 1; scales that would overflow float16 are clamped at 8,192 times the usual one. Queries are first divided by
+their largest element; weights are multiplied by 2^14, or those of long texts would underflow. The score of the mean
+key, which may exceed all others, is a product in three TF32 parts, as accurate as float32.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from recalkv.trellis.rows import TILE
 
 STAGES = 2
 _COLUMNS = 32
-"""Columns of the output that ``combine_kernel`` sums at once."""
+"""Output columns that ``combine_kernel`` sums at once."""
 
 _TILE, _ZERO, _STEP = tl.constexpr(TILE), tl.constexpr(SCALE_ZERO), tl.constexpr(1 / SCALE_STEPS)
 _BASE, _DIGITS, _FLAGGED = tl.constexpr(BASE), tl.constexpr(DIGITS), tl.constexpr(CHUNK)
@@ -53,26 +53,26 @@ _LOG2E, _LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453
 
 @triton.jit
 def _field(rows_at, at, ok):
-    """Bytes of rows (numbers, slots) as integers, shifted, whose places and shifts a column of the table has."""
+    """Load bytes of rows (coefficients, slots) as integers, shifted right; the table has their places and shifts."""
     place = tl.load(at, mask=ok, other=0)
     return tl.load(rows_at + ((place & 0xFFFFFF) * _TILE)[:, None]).to(tl.int32) >> (place >> 24)[:, None]
 
 
 @triton.jit
 def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr):
-    """Numbers (CHUNK, slots) from ``start`` on of a code, zero past its width; all bytes stand for finite numbers."""
+    """Decode coefficients (CHUNK, slots) of a code from ``start`` on, zero past its width and finite for any bytes."""
     number = start + tl.arange(0, CHUNK)
     ok = number < width
     at = table_ptr + number
     most = tl.load(at + numbers, mask=ok, other=0)
     code = _field(rows_at, at, ok) & most[:, None]
-    # Codes of 3 and 6 bits alone have a second plane, of 1 and 2.
+    # Only codes of 3 and 6 bits have a second plane, of 1 and 2 bits.
     if (two >> (start // _FLAGGED)) & 1:
         mask = tl.load(at + 3 * numbers, mask=ok, other=0)
         bits = (mask + 1) >> 1
         code = (code << bits[:, None]) | (_field(rows_at, at + 2 * numbers, ok) & mask[:, None])
         most = (most << bits) | mask
-    # The lowest bits of the two codes before say which levels there are.
+    # The lowest bits of the two preceding codes select the subset of levels.
     code ^= _field(rows_at, at + 5 * numbers, ok) & 1
     code = (code << 1) | (_field(rows_at, at + 4 * numbers, ok) & 1)
     level = tl.load(rows_at + (tl.load(at + 6 * numbers, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
@@ -84,7 +84,7 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
     place = code.to(tl.float32) - (most.to(tl.float32) + 0.5)[:, None]
     square = place * place
     decoded = place * (linear[:, None] + square * (cubic[:, None] + square * quintic[:, None]))
-    # Levels are multiples of 1 / GRAIN, and so are float32 numbers of this size.
+    # Round to a multiple of 1 / GRAIN, the spacing of float32 at this magnitude.
     decoded = (decoded + _ROUND) - _ROUND
     decoded *= tl.exp2(power)
     return decoded.to(tl.float16)
@@ -92,7 +92,7 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
 
 @triton.jit
 def _turn(anchors_ptr, position, pairs, padded):
-    """Cosines and sines of all pairs at a position: its digits' turns, one after the other."""
+    """Return cosines and sines of all pairs at a position, composed from the rotations of its digits."""
     at = anchors_ptr + (position & (_BASE - 1)) * (2 * padded) + pairs
     cos, sin = tl.load(at), tl.load(at + padded)
     for number in tl.static_range(1, _DIGITS):
@@ -111,18 +111,18 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
     VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of a run of slots times their values, not yet normalized.
+    """Multiply the softmax weights of a run of slots by their values, not yet normalized.
 
-    Grid: (groups x blocks of queries, runs, batch).
+    Grid: (groups x query blocks, runs, batch).
 
     Parameters
     ----------
     rows_ptr : uint8
-        Tiles (row bytes, TILE), ``tile_stride`` apart; sequences of them, or with PAGED blocks of ``per_block`` of
-        them, are ``block_stride`` apart. Both are multiples of 16.
+        Tiles (row bytes, TILE), ``tile_stride`` apart. Sequences, or with PAGED blocks of ``per_block`` tiles, are
+        ``block_stride`` apart. Both strides are multiples of 16.
     pages_ptr : (batch, blocks) int32
     table_ptr, places_ptr
-        ``table``, of so many ``numbers``, and ``places`` of :class:`recalkv.runtime.reference.DeviceLayout`.
+        ``table``, with ``numbers`` columns, and ``places`` of :class:`recalkv.runtime.reference.DeviceLayout`.
     query_ptr : (batch, groups, queries, key_width)
     mean_ptr : (batch, groups, queries, 2, pairs) float32
     anchors_ptr, within_ptr
@@ -130,13 +130,13 @@ def attend_kernel(
     first_ptr, length_ptr, offset_ptr : (batch,) integer
     partial_ptr : (batch, runs, groups, queries, value_width) float32
     most_ptr, sum_ptr : (batch, runs, groups, queries) float32
-        Base-2 logarithm of what weights are relative to, and their sum; minus infinity and 0 for no slots.
+        Base-2 logarithm of the reference of the weights, and the weights' sum; minus infinity and 0 for no slots.
     capacity
-        Slots that a sequence has room for; longer lengths are clamped.
+        Maximum number of slots of a sequence; longer lengths are clamped.
     BLOCK_H
-        Pairs that are turned at once.
+        RoPE pairs that are rotated at once.
     VALUES
-        Chunks of values of the widest code of any layer; those past a group's width are skipped.
+        Number of chunks in the widest value code of any layer; chunks past a group's width are skipped.
     """
     blocks = tl.cdiv(queries, BLOCK_M)
     group, run, batch = tl.program_id(0) // blocks, tl.program_id(1), tl.program_id(2)
@@ -167,14 +167,14 @@ def attend_kernel(
     sums = ()
     for _ in tl.static_range(VALUES):
         sums += (tl.zeros((BLOCK_M, CHUNK), dtype=tl.float32),)
-    # An even share of the tiles that are attended to, however large the cache is.
+    # An even share of the attended tiles, whatever the capacity of the cache.
     start, end = first // BLOCK_N, tl.where(first < length, tl.cdiv(length, BLOCK_N), 0)
     share = tl.cdiv(tl.maximum(end - start, 0), runs)
     start += run * share
     for tile in range(start, tl.minimum(start + share, end)):
         slot = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         slot_ok = (slot >= first) & (slot < length)
-        # Tiles that are not there are read as the last one that is: no load has a mask, so 16 bytes are one.
+        # Missing tiles are read as the nearest existing one: loads have no mask, so 16 bytes are a single load.
         own_tile = tl.minimum(slot // _TILE, (length - 1) // _TILE)
         if PAGED:
             own_tile = tl.maximum(own_tile, first // _TILE)
@@ -185,15 +185,15 @@ def attend_kernel(
         rows_at = tl.max_contiguous(tl.multiple_of(rows_at + slot % _TILE, 16), 16)
         rows_at = rows_ptr + rows_at[None, :]
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        # Not pipelined: registers are short.
+        # Not pipelined: registers are scarce.
         for begin in tl.range(0, keys, CHUNK, num_stages=1):
             own = row_ok & (begin + in_chunk < keys)[None, :]
             query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32) / unit
             key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK)
             scores = tl.dot(query.to(key.dtype), key, scores, input_precision="ieee")
         scores *= unit
-        # The mean key's: queries turned to the start of the tile, times the turns of the places within any tile.
-        # Not pipelined: its operands would take all registers.
+        # Mean-key scores: queries rotated to the start of the tile, times the rotations of places within a tile.
+        # Not pipelined: the operands would take all registers.
         for begin in tl.range(0, pairs, BLOCK_H, num_stages=1):
             own = row_ok & (begin + pair < pairs)[None, :]
             mean_cos = tl.load(mean_at + begin, mask=own, other=0.0)
@@ -236,7 +236,7 @@ def attend_kernel(
 def combine_kernel(
     partial_ptr, most_ptr, sum_ptr, out_ptr, lse_ptr, value_width, runs, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sum the runs of ``attend_kernel`` and normalize. Grid: (groups x queries, batch, blocks of COLUMNS)."""
+    """Combine the runs of ``attend_kernel`` and normalize. Grid: (groups x queries, batch, blocks of COLUMNS)."""
     row, rows, batch = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     run = tl.arange(0, BLOCK_R)
     at = (batch.to(tl.int64) * runs + run) * rows + row
@@ -245,7 +245,7 @@ def combine_kernel(
     finite = tl.where(top == float("-inf"), 0.0, top)
     share = tl.exp2(most - finite)
     total = tl.sum(tl.load(sum_ptr + at, mask=run < runs, other=0.0) * share, axis=0)
-    # Where no slot is attended to the output is zero.
+    # If no slot is attended to, the output is zero.
     divisor = tl.where(total > 0, total, 1.0)
     place = batch.to(tl.int64) * rows + row
     tl.store(lse_ptr + place, tl.where(total > 0, (finite + tl.log2(divisor)) * _LN2, float("-inf")))
@@ -257,8 +257,8 @@ def combine_kernel(
 
 
 def constants(queries: int, full: int, paged: bool, capped: bool) -> dict[str, Any]:
-    """Constants and warps of ``attend_kernel``: alike for all layers of a model whose heads are alike."""
-    # More numbers at once would not fit the registers.
+    """Return the constants and warps of ``attend_kernel``, the same for all layers with the same heads."""
+    # More coefficients at once would not fit in registers.
     rows, chunk, warps = (16, CHUNK // 2, 4) if queries <= 16 else (32, CHUNK // 2, 8)
     return {
         "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_H": PAIRS, "CHUNK": chunk, "VALUES": -(-full // chunk),
@@ -279,33 +279,33 @@ def coded_attention(
     block_table: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token a sequence over the rows of its slots from ``first`` to before ``length``.
+    """Attend from one token per sequence to the rows of its slots from ``first`` to before ``length``.
 
     Parameters
     ----------
-    rows : (batch, tiles, row bytes, TILE) uint8, or with a block table (blocks, tiles a block, row bytes, TILE)
-        Strided as the cache has it, but for the last two dimensions.
+    rows : (batch, tiles, row bytes, TILE) uint8, or with a block table (blocks, tiles per block, row bytes, TILE)
+        Any strides of the cache; the last two dimensions are contiguous.
     queries : (batch, groups, queries, key width) float
-        Of all query heads of a group, times the softmax scale, in coordinates of the group's key code (``q back^T``).
+        All query heads of a group, times the softmax scale, in coordinates of the group's key code (``q back^T``).
     mean_queries : (batch, groups, queries, 2, pairs) float32
-        For query q, scaled, and the mean m of its KV head's keys before RoPE: ``q_a m_a + q_b m_b`` and
+        For the scaled query q and the mean m of its KV head's keys before RoPE: ``q_a m_a + q_b m_b`` and
         ``q_b m_a - q_a m_b`` of every RoPE pair (a, b).
     rotation, layout
-        Of the layer (:meth:`DeviceRotation.of`, :meth:`DeviceLayout.of`).
+        Rotation and layout of the layer (:meth:`DeviceRotation.of`, :meth:`DeviceLayout.of`).
     first, length, offset : (batch,) int32
-        Slots attended to; the position of slot n is ``n + offset``, from 0 to below 2^24.
+        Attended slots; the position of slot n is ``n + offset``, from 0 to below 2^24.
     softcap
         c of ``c tanh(score / c)``.
     block_table : (batch, blocks) int32
-        Of the slots attended to; other entries are not read.
+        Blocks of the attended slots; other entries are not read.
     splits
-        Runs that a sequence's slots are cut into; by default as many as the device wants.
+        Split-KV runs per sequence; by default chosen to fill the device.
 
     Returns
     -------
     (batch, groups, queries, value width) float32, (batch, groups, queries) float32
-        Outputs in the coordinates of the groups' value codes, and natural logarithms of the sums of exponentials of the
-        scores; zero and minus infinity where there is no slot.
+        Outputs in the coordinates of the groups' value codes, and log-sum-exps of the scores (natural logarithm); zero
+        and minus infinity where no slot is attended to.
 
     Raises
     ------
@@ -340,7 +340,7 @@ def coded_attention(
 
 
 def combine(partial: Tensor, most: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and logarithms of the softmax's sums of what ``attend_kernel`` gives of all runs."""
+    """Combine the results of ``attend_kernel`` for all runs into outputs and log-sum-exps."""
     batch, runs, groups, count, width = partial.shape
     out = partial.new_empty(batch, groups, count, width)
     lse = partial.new_empty(batch, groups, count)
@@ -348,7 +348,7 @@ def combine(partial: Tensor, most: Tensor, sums: Tensor) -> tuple[Tensor, Tensor
     if not batch:
         return out, lse
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # Of values of no width the sums are still wanted, and Triton skips an empty grid.
+        # Even for values of zero width the sums are needed, and Triton skips an empty grid.
         combine_kernel[(groups * count, batch, max(1, triton.cdiv(width, _COLUMNS)))](
             partial, most, sums, out, lse, width, runs, BLOCK_R=triton.next_power_of_2(runs), COLUMNS=_COLUMNS,
             num_warps=4, num_stages=1,

@@ -1,8 +1,8 @@
-# ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
+# ruff: noqa: N803  (kernel constants are named as in Triton)
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Queries into the coordinates of the codec's codes, and outputs back, in one Triton kernel each.
+"""Projections of queries to code coordinates and of outputs back, in one Triton kernel each.
 
-The products are small, and in torch it is a dozen launches that take the time, as long as attention to 4,096 tokens.
+The matmuls are small: in PyTorch, a dozen launches dominate and take as long as attention to 4,096 tokens.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 32
-"""Columns of a program."""
+"""Output columns per program."""
 _INNER = 64
-"""Terms of its sums that it reads at once."""
+"""Terms of a program's sums that are loaded at once."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def coordinates_kernel(
     stride_b, stride_h, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Queries times a head's rows of the basis, and with the mean key. Grid: (KV heads, columns + 1, blocks of rows).
+    """Project queries on a head's basis and its mean key. Grid: (KV heads, column blocks + 1, row blocks).
 
     Parameters
     ----------
@@ -36,14 +36,14 @@ def coordinates_kernel(
     codes_ptr : (batch, groups, queries, width) float32
     means_ptr : (batch, groups, queries, 2, pairs) float32
     rows
-        ``batch * per_head``, where ``per_head`` are the queries of a KV head.
+        ``batch * per_head``, where ``per_head`` is the number of query heads per KV head.
     """
     head, block = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, query = row // per_head, row % per_head
     at = query_ptr + (batch * stride_b + (head * per_head + query) * stride_h)[:, None]
     ok = (row < rows)[:, None]
-    # Of (batch, groups, queries): queries of a group's heads follow each other.
+    # Row of (batch, groups, queries), in which the queries of a group's heads are consecutive.
     out = (batch.to(tl.int64) * tl.num_programs(0) + head) * per_head + query
     if block < tl.num_programs(1) - 1:
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -73,7 +73,7 @@ def outputs_kernel(
     numbers_ptr, back_ptr, mean_ptr, out_ptr, rows, per_head, width, dim, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums of codes back to values. Grid: (KV heads, columns, blocks of rows).
+    """Map sums in code coordinates back to values. Grid: (KV heads, column blocks, row blocks).
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def outputs_kernel(
 
 
 def _block(rows: int) -> int:
-    """Rows of a program."""
+    """Return the number of rows per program."""
     return min(64, max(16, triton.next_power_of_2(rows)))
 
 
@@ -107,7 +107,7 @@ def _on(device: torch.device) -> Any:
 
 
 def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups: int, scale: float) -> list[Tensor]:
-    """Queries in the coordinates of the keys' codes, and with the mean key of their KV head.
+    """Project queries to the coordinates of the keys' codes, and on the mean key of their KV head.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups
     back : (KV heads, dim, width) float32
     mean : (KV heads, dim) float32, before RoPE
     pairs : (2, pairs) int64
-        Dimensions that RoPE turns together.
+        Dimensions that RoPE rotates together.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups
 
 
 def outputs(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
-    """Outputs in the coordinates of the values' codes back to values, and the mean value added.
+    """Map outputs from the coordinates of the values' codes back to values, and add the mean value.
 
     Parameters
     ----------

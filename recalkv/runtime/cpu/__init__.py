@@ -1,6 +1,6 @@
 """Decoding the codec on a CPU by loops that Numba compiles (:mod:`recalkv.trellis.cpu`).
 
-``step`` attends from a new token, and ``layer`` calls it, and the loops of rows, for a layer's codec.
+``step`` attends from a new token; ``layer`` calls it and the loops over rows for a layer's codec.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from recalkv.trellis.cpu import compiled, serves
 
 
 def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
-    """The loops of a layer (:class:`recalkv.runtime.cpu.layer.LayerLoops`), or None where torch does the work.
+    """Return the loops of a layer (:class:`recalkv.runtime.cpu.layer.LayerLoops`), or None where PyTorch does the work.
 
-    Torch does it on other devices, in float64, while it compiles or traces what is done, and without Numba.
+    PyTorch does the work on other devices, in float64, while it compiles or traces, and without Numba.
     """
     if not serves(tensor) or tensor.dtype == torch.float64:
         return None
@@ -24,6 +24,6 @@ def layer_loops(codec: LayerCodec, tensor: Tensor) -> Any:
 
 
 def decoding_loops(codec: LayerCodec, tensor: Tensor) -> Any:
-    """The same once a step's loops are there, which are compiled when they are first asked for: packing needs none."""
+    """Return the loops of a layer once those of a step are compiled, on first use: packing does not need them."""
     loops = layer_loops(codec, tensor)
     return None if loops is None or compiled("recalkv.runtime.cpu.step") is None else loops

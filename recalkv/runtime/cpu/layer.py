@@ -1,4 +1,4 @@
-"""A layer's codec as the compiled loops take it: tables and bases by their addresses, and the memory of a step."""
+"""A layer's codec in the form that compiled loops take: addresses of tables and bases, and the memory of a step."""
 
 import functools
 import threading
@@ -21,14 +21,14 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def _mean_table(frequencies: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of a piece's offsets as a product with as few rows in between as float32 needs.
+    """Factor the cosines and sines of a piece's offsets into two matrices of the lowest rank that float32 needs.
 
-    Pairs that turn little within a piece are nearly polynomials of the offset: 28 rows serve the 64 of SmolLM2.
+    Pairs that rotate little within a piece are nearly polynomials of the offset: 28 rows replace the 64 of SmolLM2.
 
     Parameters
     ----------
     frequencies
-        float64.
+        Bytes of the float64 frequencies.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def _mean_table(frequencies: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _partners(segments: Sequence[Segment]) -> np.ndarray:
-    """Numbers of a row in the order in which pairs of them are decoded: (width,) int64."""
+    """Return the coefficient indices of a row in the order in which pairs are decoded: (width,) int64."""
     order = list[int]()
     for segment, start, _ in located(segments):
         for pair in zip(*partner(segment.width, segment.bits), strict=True):
@@ -51,12 +51,12 @@ def _partners(segments: Sequence[Segment]) -> np.ndarray:
 
 
 class LayerLoops:
-    """What the loops need of one layer's codec; made once.
+    """Tables, matrices and calls of the loops for one layer's codec; made once.
 
     Parameters
     ----------
     codec
-        Of the layer.
+        Codec of the layer.
     """
 
     def __init__(self, codec: LayerCodec) -> None:
@@ -104,9 +104,9 @@ class LayerLoops:
         return self._at(whole.numpy())
 
     def _turns(self, pieces: int) -> np.ndarray:
-        """Cosines and sines of the first slots of so many pieces; to be held while they are read.
+        """Return cosines and sines of the first slots of ``pieces`` pieces; keep a reference while they are read.
 
-        Another thread may put longer ones in their place.
+        Another thread may replace the array by a longer one.
         """
         found = self._pieces
         if len(found) < pieces:
@@ -118,16 +118,16 @@ class LayerLoops:
         self, cache: StepCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
         softcap: float | None, s_aux: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Store a token of every sequence in a cache that has room for it, and attend: (batch, heads, d_v) float32.
+        """Store one token per sequence in a cache with room for it, and attend: (batch, heads, d_v) float32.
 
         Parameters
         ----------
         cache
-            Of the lengths that include the new tokens.
+            Cache whose lengths include the new tokens.
         query : (batch, heads, 1, d_k)
         key, value : (batch, kv heads, 1, d)
-            All of the exact states' type, contiguous.
-        mask : (batch or 1, slots from the first that is attended to on) bool, or None
+            Contiguous, with the dtype of the exact states, as is the query.
+        mask : (batch or 1, slots from the first attended one on) bool, or None
         """
         threads, (batch, heads) = threads_of_torch(), query.shape[:2]
         repeats = heads // self.codec.kv_heads
@@ -160,19 +160,19 @@ class LayerLoops:
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
             "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
         }  # fmt: skip
-        # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing alone needs none of it.
+        # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing does not need it.
         run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))
         return out
 
     def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
-        """Write rows of centered states of tokens.
+        """Write the rows of tokens, given their centered states.
 
         Parameters
         ----------
         keys, values : (kv heads, tokens, d) float32
         tiles : (blocks, tiles, row bytes, TILE) uint8
         slots : (tokens,) int64
-            As for :func:`recalkv.trellis.cpu.rows.pack_tiles`.
+            Same as in :func:`recalkv.trellis.cpu.rows.pack_tiles`.
         """
         for group, (pair, codes) in enumerate(
             zip(self.tables, zip(self.codec.keys, self.codec.values, strict=True), strict=True)
@@ -182,17 +182,17 @@ class LayerLoops:
                 pack_tiles((own @ code.into).contiguous(), table, tiles, slots)
 
     def unpack(self, tiles: Tensor, blocks: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack` for so many slots of sequences.
+        """Undo :meth:`pack` for ``count`` slots of each sequence from ``start`` on.
 
         Parameters
         ----------
         blocks : (batch, any) int64
-            Of each sequence, in the order of its slots.
+            Block table of each sequence, in the order of its slots.
 
         Returns
         -------
         keys, values : (batch, kv heads, count, d) float32
-            Centered.
+            Centered states.
         """
         result: list[list[Tensor]] = [[], []]
         for group, pair in enumerate(self.tables):
@@ -211,7 +211,7 @@ _local = threading.local()
 
 
 def _scratch(size: int) -> np.ndarray:
-    """Memory of this thread that steps use one after the other."""
+    """Return this thread's scratch memory, which successive steps reuse."""
     kept: np.ndarray | None = getattr(_local, "scratch", None)
     if kept is None or len(kept) < size:
         kept = _local.scratch = np.empty(size + size // 4, np.float32)
@@ -219,7 +219,7 @@ def _scratch(size: int) -> np.ndarray:
 
 
 def loops_of(codec: LayerCodec) -> LayerLoops:
-    """Loops of a layer's codec, made when they are first asked for."""
+    """Return the loops of a layer's codec, made on first use."""
     found: LayerLoops | None = codec.__dict__.get("_loops")
     if found is None:
         with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""What the compiled loops of a step are handed: records of counts and addresses, and the sizes of their memory."""
+"""Arguments of a step's compiled loops: records of counts and addresses, and the sizes of their memory."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from recalkv.trellis.rows import TILE
 
 PIECE = 256
-"""Slots that are decoded at once: their numbers fit a core's second cache."""
+"""Slots that are decoded at once: their coefficients fit in a core's L2 cache."""
 
 ROOM = PIECE + 2 * TILE
-"""float32 numbers of memory for two decoded numbers of a piece. Their rows are a cache line longer than they need to
-be: rows of a power of two would share a few sets of the first cache."""
+"""Memory, in float32 values, for two decoded coefficients of a piece. Their rows are padded by a cache line: rows of a
+power-of-two length would share a few sets of the L1 cache."""
 
 COLUMNS = 64
-"""Columns of products are multiples of it."""
+"""The column counts of matrix products are multiples of this."""
 
 STEP = np.dtype(
     [
@@ -29,7 +29,7 @@ STEP = np.dtype(
         )
     ]
 )  # fmt: skip
-"""What a step works on: counts, and addresses of what :meth:`recalkv.runtime.cpu.layer.LayerLoops.step` names."""
+"""Arguments of a step: counts, and addresses as :meth:`recalkv.runtime.cpu.layer.LayerLoops.step` sets them."""
 
 CODE = np.dtype(
     [
@@ -40,54 +40,54 @@ CODE = np.dtype(
         )
     ]
 )  # fmt: skip
-"""Of each group's codes: widths, tables of segments with their lengths, and matrices."""
+"""Codes of each group: widths, segment tables with their lengths, and matrices."""
 
 
 def padded(width: int) -> int:
-    """``width`` rounded up to a multiple of COLUMNS."""
+    """Return ``width`` rounded up to a multiple of COLUMNS."""
     return -(-width // COLUMNS) * COLUMNS
 
 
 def query_size(width: int, segments: int, pairs: int, dk: int) -> int:
-    """float32 numbers of a prepared query: integers of its code, a factor a segment, coefficients, itself."""
+    """Count float32 values of a prepared query: int16 code, a factor per segment, mean-key coefficients, query."""
     return width // 2 + segments + 2 * pairs + dk
 
 
 def partial_size(queries: int, dv: int, wv: int) -> int:
-    """float32 numbers of one thread's partial result of a group: peaks, sums of weights (coded, exact), of values."""
+    """Count float32 values of a thread's partial result of a group: peaks, weight sums (coded, exact), value sums."""
     return queries * (3 + dv + wv)
 
 
 def thread_size(queries: int, kv: int, pairs: int, inner: int, head_dims: int, widest: int, exact: int) -> int:
-    """float32 numbers of memory in which one thread works on a piece, on the exact tokens, or merges sums."""
+    """Count float32 values of the memory in which a thread processes a piece or exact tokens, or merges sums."""
     piece = widest // 2 * ROOM + (2 * queries + 2) * PIECE + queries * (2 * pairs + padded(inner) + 1) + 48
     return piece + queries * exact + (queries + kv) * (head_dims + widest + 3 * COLUMNS)
 
 
 class StepCache(NamedTuple):
-    """Where a step finds and leaves rows and exact states.
+    """Cache of rows and exact states that a step reads and writes.
 
     Attributes
     ----------
     rows : (blocks, tiles, row bytes, TILE) uint8
-        Contiguous but for the first dimension.
+        Contiguous except for the first dimension.
     pages : (batch, any) int64
-        Blocks of each sequence, in the order of its slots from ``base`` on.
+        Block table of each sequence, in the order of its slots from ``base`` on.
     bounds : (batch, 3) int64
-        Slots of each sequence, the new one included; the first that is attended to; the first that is read exactly.
+        Per sequence: number of slots including the new one, first attended slot, and first slot that is read exactly.
     longest
-        The largest of the first.
+        The largest number of slots or an upper bound.
     exact : (batch, kv heads, sinks + ring, d_k + d_v), or (blocks, slots, any)
-        Exact states: of the first tokens and of the newest, slot n at ``n % ring``, contiguous. Or, with
-        ``exact_pages``, those of all slots, of which one has all KV heads, each ``d_k + d_v``.
+        Exact states of the first and the newest tokens, the latter with slot n at ``n % ring``, contiguous. Or, with
+        ``exact_pages``, exact states of all slots; a slot has ``d_k + d_v`` values for each KV head.
     exact_pages : (batch, any) int64, or None
-        Their blocks.
+        Block table of ``exact``.
     first, offset : (batch,) int64
-        First slot of each sequence, and what is added to slots to give positions.
+        First slot of each sequence, and the offset added to slots to get positions.
     sinks, ring
-        First tokens, and newest ones, that can be read exactly.
+        Number of first and of newest tokens that can be read exactly.
     base
-        First slot that there are rows of.
+        First slot that has a row.
     """
 
     rows: Tensor

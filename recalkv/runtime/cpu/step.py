@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence, in one call: pack its row, score pieces of slots, sum values, merge.
+"""Attention of one new token per sequence, in one call: pack its row, score pieces of slots, sum values, merge.
 
-Heads of a group share a code, so their queries do: a piece of :data:`PIECE` slots is decoded once for all of them.
-Scores are ``q' z_n + q R_n mu``, the second product being one of a constant table (:mod:`recalkv.codec.rope`), and
-values are summed in code coordinates and mapped back once. Exact tokens, the first and the newest, are one more piece.
+The heads of a group share a code, so a piece of :data:`PIECE` slots is decoded once for all queries of the group.
+Scores are ``q' z_n + q R_n mu``; the second term is a product with a constant table (:mod:`recalkv.codec.rope`). Values
+are summed in code coordinates and mapped back once. The exact tokens, first and newest, are one more piece.
 """
 
 import numpy as np
@@ -32,17 +32,17 @@ _TILE = TILE
 _PAIR = 2 * TILE
 _INTEGER = 32767
 _LARGEST = 2**31 * (1 - 2**-12)
-"""Of sums of products: rounding one side to integers adds at most half of the largest level for each of 256 terms."""
+"""Bound on sums of products: rounding one side to integers adds at most half the largest level per term, of 256."""
 _WITHIN = np.array([_LARGEST / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
-"""By bits: largest product of two bounds at which an int32 sum of products cannot overflow. For scores the bounds are
-the root of a segment's width and the query's norm there, for values the sum of a piece's weights: tokens that are
-repeated have the largest level in every slot."""
+"""By bits: largest product of two bounds at which an int32 sum of products cannot overflow. For scores, the bounds are
+the square root of a segment's width and the query's norm in the segment; for values, the sum of a piece's weights, as
+repeated tokens may have the largest level in every slot."""
 
 _TINY = np.float32(1e-30)
 
 _CODE_SIZE = CODE.itemsize
 
-# Of each sequence: its slots, the first that is attended to, and the first that is read exactly.
+# Per sequence: number of slots, first attended slot, and first slot that is read exactly.
 _LENGTH, _LOW, _EDGE = range(3)
 
 
@@ -51,20 +51,20 @@ _padded = nested(padded)
 
 @nested
 def _multiply(rows, inner, left, matrix, width, out):
-    """Write left (rows, inner) times a matrix of as many columns, at an address, to (rows, padded width)."""
+    """Multiply left (rows, inner) by the matrix (inner, padded width) at an address, into out (rows, padded width)."""
     wide = _padded(width)
     multiply(rows, inner, wide, left.ctypes.data, 4 * inner, matrix, 4 * wide, out.ctypes.data, 4 * wide)
 
 
 @nested
 def _bounds(a, b):
-    """Bounds of a sequence."""
+    """Return the bounds of a sequence."""
     return array(a.bounds + 24 * b, 3, np.int64)
 
 
 @nested
 def _span(a, b, first):
-    """Slots of a sequence that are read from rows: the first, the end, the piece of the first, and how many pieces."""
+    """Return the slots of a sequence that are read from rows: first, end, piece of the first, number of pieces."""
     bounds = _bounds(a, b)
     begin, end = max(bounds[_LOW], a.base, first + a.sinks), bounds[_EDGE]
     piece = (begin - a.base) // PIECE
@@ -73,28 +73,28 @@ def _span(a, b, first):
 
 @nested
 def _values_of(partial, queries, q, dv):
-    """A query's sum of exact values in a partial result (:func:`recalkv.runtime.cpu.records.partial_size`)."""
+    """Return a query's sum of exact values in a partial result (:func:`recalkv.runtime.cpu.records.partial_size`)."""
     at = 3 * queries + q * dv
     return partial[at : at + dv]
 
 
 @nested
 def _codes_of(partial, queries, q, dv, wv):
-    """A query's sum of coded values there, in code coordinates."""
+    """Return a query's sum of coded values in a partial result, in code coordinates."""
     at = queries * (3 + dv) + q * wv
     return partial[at : at + wv]
 
 
 @nested
 def _tile_at(a, b, tile):
-    """Address of a tile of a sequence."""
+    """Return the address of a tile of a sequence."""
     block = array(a.pages + 8 * (b * a.pages_row + tile // a.tiles), 1, np.int64)[0]
     return a.rows + block * a.block + tile % a.tiles * a.row * _TILE
 
 
 @nested
 def _as_integers(code, numbers, target, factors):
-    """Write a query in code coordinates as integers of 16 bits, in the pairs in which keys are decoded."""
+    """Write a query in code coordinates as int16, in the pair order in which keys are decoded."""
     table = array(code.key_segments, code.key_count * 4, np.int64)
     partners = array(code.partners, code.wk, np.int64)
     out = array(target, code.wk, np.int16)
@@ -112,7 +112,7 @@ def _as_integers(code, numbers, target, factors):
 
 @nested
 def _prepare(a, real, b, g, task, own):
-    """A task of the first phase: a query in code coordinates and its coefficients, or a row's keys or values."""
+    """Run a task of the first phase: prepare the queries of a KV head, or store the new token's keys or values."""
     dk, dv, pairs, kv = a.dk, a.dv, a.count, a.kv // a.groups
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
     angles = array(a.frequencies, pairs, np.float64)
@@ -175,7 +175,7 @@ def _prepare(a, real, b, g, task, own):
 
 @nested
 def _keep_exact(a, b, head, count, side, dim, size, slot):
-    """Copy a new token's states to the newest ones, and to the first ones if it is one of these."""
+    """Copy a new token's exact states to the newest tokens, and to the sinks if the token is one."""
     wide, skip = size * (a.dk + a.dv), 0 if side == 0 else size * a.dk
     number = slot - array(a.first, a.batch, np.int64)[b]
     for h in range(head, head + count):
@@ -189,7 +189,7 @@ def _keep_exact(a, b, head, count, side, dim, size, slot):
 
 @nested
 def _exact_at(a, b, slot, place, wide):
-    """Address of an exact token: by its slot in the sequence's blocks, or by its place among those of the sequence."""
+    """Return the address of an exact token: by slot in the sequence's blocks, or by place in its sinks and ring."""
     if a.exact_pages == 0:
         return a.exact + (b * a.kv * (a.sinks + a.ring) + place) * wide
     block = array(a.exact_pages + 8 * (b * a.exact_row + slot // a.exact_size), 1, np.int64)[0]
@@ -198,13 +198,13 @@ def _exact_at(a, b, slot, place, wide):
 
 @nested
 def _head_step(a, wide):
-    """Bytes from one head of an exact token to the next."""
+    """Return the bytes from one head of an exact token to the next."""
     return wide if a.exact_pages != 0 else wide * (a.sinks + a.ring)
 
 
 @nested
 def _weigh(scores, row, partial, queries, dv, wv, coded):
-    """Softmax weights of one query's scores of a piece; earlier sums shrink as the peak grows. False: none is seen."""
+    """Turn a query's scores into softmax weights, rescaling earlier sums if the peak grows; False if none is seen."""
     top = largest(scores, LEAST)
     if top <= LEAST:
         return False
@@ -225,7 +225,7 @@ def _weigh(scores, row, partial, queries, dv, wv, coded):
 
 @nested
 def _tiles_of(a, b, slot, end, places):
-    """Write the addresses of the tiles of a piece's slots up to an end, and say how many there are."""
+    """Write the addresses of the tiles of a piece's slots up to ``end``, and return their number."""
     tile = (slot - a.base) // _TILE
     count = min(PIECE // _TILE, (end - a.base + _TILE - 1) // _TILE - tile)
     block, inside = tile // a.tiles, tile % a.tiles
@@ -240,7 +240,7 @@ def _tiles_of(a, b, slot, end, places):
 
 @nested
 def _scales(places, tiles, byte, out):
-    """Scales of a segment of a piece's tokens."""
+    """Write the scales of a segment for all tokens of a piece, zero past the last tile."""
     for number in range(tiles):
         scales_at(places[number] + byte * _TILE, out.ctypes.data + 4 * _TILE * number)
     for j in range(tiles * _TILE, PIECE):
@@ -249,7 +249,7 @@ def _scales(places, tiles, byte, out):
 
 @nested
 def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores):
-    """Add the scores of a piece's keys, means not counted: decoded in pairs, multiplied as integers."""
+    """Add the scores of a piece's keys without their means: decode in pairs, multiply as integers."""
     table, row = array(code.key_segments, code.key_count * 4, np.int64), 4 * PIECE + 64
     for each in range(code.key_count):
         byte, width, bits, first = table[4 * each], table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
@@ -270,7 +270,7 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
 
 @nested
 def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scale, products, scores, partial):
-    """Add a piece's values times their weights, in code coordinates."""
+    """Add the weighted sum of a piece's values, in code coordinates."""
     table = array(code.value_segments, code.value_count * 4, np.int64)
     sums = partial[queries * (3 + a.dv) :]
     for each in range(code.value_count):
@@ -295,19 +295,19 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
 
 @nested
 def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
-    """Attend to slots begin to end (not included) of one piece, by their rows."""
+    """Attend to slots ``begin`` to before ``end`` of one piece, by their rows."""
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
     pairs, heads = a.count, a.kv * a.repeats
     slot = a.base + piece * PIECE
     most = max(a.wk, a.wv) // 2
-    own = own[-own.ctypes.data // 4 % 16 :]  # vectors that cross no cache line
+    own = own[-own.ctypes.data // 4 % 16 :]  # align, so that no vector crosses a cache line
     places, own = array(own.ctypes.data, PIECE // _TILE, np.int64), own[2 * PIECE // _TILE :]
     tiles = _tiles_of(a, b, slot, end, places)
     numbers = own.ctypes.data
     rest = own[most * ROOM :]
     scores, scale = rest[: queries * PIECE], rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
-    # Sums of scores first, and weights when they are no longer needed.
+    # The memory at `sums` holds integer score sums first, and then weights.
     sums, products = rest.ctypes.data, rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
     wide = _padded(a.inner)
@@ -351,7 +351,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
 
 @nested
 def _exact_piece(a, real, b, g, queries, partial, own):
-    """Attend to the exact tokens: the first of the sequence, and the newest."""
+    """Attend to the exact tokens: the first and the newest of the sequence."""
     dk, dv, repeats = a.dk, a.dv, a.repeats
     kv, heads, places = a.kv // a.groups, a.kv * a.repeats, a.sinks + a.ring
     size = 4 if a.kind == 0 else 2
@@ -406,7 +406,7 @@ def _exact_piece(a, real, b, g, queries, partial, own):
 
 @nested
 def _finish(a, b, kv_head, queries, many, partials, step, own):
-    """Merge the threads' sums of a KV head's queries, and map those of codes back."""
+    """Merge the threads' sums for the queries of a KV head, and map coded sums back to values."""
     dv, wv, repeats, kv = a.dv, a.wv, a.repeats, a.kv // a.groups
     g, heads = kv_head // kv, a.kv * repeats
     code = array(a.codes + _CODE_SIZE * g, 1, CODE)[0]
@@ -446,7 +446,7 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
     _multiply(repeats, width, numbers, code.value_back + 4 * inside * width * wide, dv, mapped)
     out = floats(a.out + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
     for r in range(repeats):
-        # Nothing is attended to by padding.
+        # Padding attends to nothing.
         by = np.float32(1) / totals[r] if totals[r] > 0 else np.float32(0)
         for i in range(dv):
             out[r * dv + i] = (values[r * dv + i] + mapped[r * wide + i]) * by
@@ -454,7 +454,7 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
 
 @called
 def attend(address):
-    """What each thread does of a step, given the address of its list of numbers."""
+    """Run one thread's share of a step, given the address of the step's record."""
     a = carray(address, (1,), STEP)[0]
     real = floats(a.real, 2)
     threads = a.threads

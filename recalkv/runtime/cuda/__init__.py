@@ -1,7 +1,7 @@
-"""Attention of one token a sequence over rows of the codec in CUDA C++, which NVRTC compiles when it is first needed.
+"""Attention of one token per sequence over the codec's rows in CUDA C++, which NVRTC compiles on first use.
 
-``decode.cu`` does what :mod:`recalkv.runtime.triton_decode` does, with the same arguments, several times as fast: four
-tokens' bytes are decoded by one logical operation, straight into the registers that tensor cores multiply.
+``decode.cu`` does the same as :mod:`recalkv.runtime.triton_decode`, with the same arguments, several times as fast: one
+logical operation decodes the bytes of four tokens, directly into the registers that tensor cores multiply.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from recalkv.trellis.codes import CURVES
 from recalkv.trellis.rows import TILE
 
 MOST_QUERIES = 16
-"""Query heads of a group: more would not fit the registers."""
+"""Maximum query heads per group: more would not fit in registers."""
 
 _SLOTS = 64
-"""Slots that a set of warps takes at once."""
+"""Slots that a set of warps processes at once."""
 
 Shape = tuple[int, int, int]
-"""Sets of warps of a block, warps of a set, and blocks of a multiprocessor."""
+"""Sets of warps per block, warps per set, and blocks per multiprocessor."""
 
 _QUERY = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, shape: Shape) -> str:
-    """Source of the kernel for one type of queries, so many tiles of eight of them, and a shape of blocks."""
+    """Return the source of the kernel for a query dtype, a number of 8-query tiles, and a block shape."""
     own = {**dict(zip(("SETS", "PARTS", "RESIDENT"), shape, strict=True)), "NT": tiles, "PAGED": int(paged),
            "CAPPED": int(capped), "QUERY": _QUERY[query]}  # fmt: skip
     lines = [f"#define {name} {value}" for name, value in own.items()]
@@ -48,7 +48,7 @@ def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, shape: Sha
 
 @contextlib.contextmanager
 def _toolkit() -> Iterator[None]:
-    """Torch asks for the folder of CUDA's headers, of which the source needs none."""
+    """Give PyTorch some folder of CUDA headers if it has none; the source needs no headers."""
     from torch.utils import cpp_extension
 
     home = cpp_extension.CUDA_HOME
@@ -67,7 +67,7 @@ def _kernel(device: int, query: torch.dtype, tiles: int, paged: bool, capped: bo
 
 @functools.cache
 def _compiles(device: int) -> bool:
-    """Whether the kernel can be had on a device; says once why not."""
+    """Return whether the kernel is available on a device; warn once if it does not compile."""
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
@@ -80,7 +80,7 @@ def _compiles(device: int) -> bool:
 
 
 def serves(queries: Tensor) -> bool:
-    """Whether the kernel takes queries (batch, groups, queries, width)."""
+    """Return whether the kernel supports queries (batch, groups, queries, width)."""
     return queries.is_cuda and queries.shape[2] <= MOST_QUERIES and _compiles(queries.device.index)
 
 
@@ -98,9 +98,9 @@ def coded_attention(
     splits: int | None = None,
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and result as :func:`recalkv.runtime.triton_decode.coded_attention` has them.
+    """Compute the same as :func:`recalkv.runtime.triton_decode.coded_attention`, with the same arguments.
 
-    Products take float16 and sum in float32; the score of the mean key is as good as float32.
+    Products are in float16 with float32 sums; the score of the mean key is as accurate as in float32.
 
     Raises
     ------
@@ -147,10 +147,10 @@ def coded_attention(
 
 
 def _shape(device: torch.device, tiles: int, programs: int, capacity: int, size: Callable[[int, int], int]) -> Shape:
-    """The best shape, as measured on an H100, whose shared memory a device has.
+    """Return the best shape, as measured on an H100, that fits in a device's shared memory.
 
-    Of few slots a multiprocessor, warps share the numbers of a set; else as many sets as there is room for have no
-    need to wait for each other.
+    With few slots per multiprocessor, the warps of a set share its coefficients; otherwise as many sets as fit work
+    without waiting for each other.
     """
     own = torch.cuda.get_device_properties(device)
     blocks = programs * -(-capacity // 256) / own.multi_processor_count
@@ -167,7 +167,7 @@ def _shape(device: torch.device, tiles: int, programs: int, capacity: int, size:
 
 
 def _tables(layout: DeviceLayout, parts: int) -> RowTables:
-    """Tables of a layer for sets of so many warps, made once and kept beside it."""
+    """Return the tables of a layer for sets of ``parts`` warps, made once and kept with the layout."""
     kept: dict[int, RowTables] = layout.__dict__.setdefault("_cuda", {})
     if parts not in kept:
         kept[parts] = RowTables.of(layout, parts)
@@ -175,7 +175,7 @@ def _tables(layout: DeviceLayout, parts: int) -> RowTables:
 
 
 def _places(rotation: DeviceRotation) -> Tensor:
-    """The table of a layer's rotation, made once and kept beside it."""
+    """Return the table of a layer's rotation, made once and kept with the rotation."""
     places: Tensor | None = rotation.__dict__.get("_cuda")
     if places is None:
         with torch.inference_mode(False):
@@ -184,7 +184,7 @@ def _places(rotation: DeviceRotation) -> Tensor:
 
 
 def _shared(tiles: int, sets: int, parts: int, pairs: int, tables: RowTables) -> int:
-    """Bytes of shared memory: ``Shared`` of the source, and what follows it."""
+    """Return the bytes of shared memory: ``Shared`` in the source, and the arrays that follow it."""
     queries = 8 * tiles
     fixed = 8 * queries + 8 * sets * queries + sets * queries * (2 * _SLOTS + 16) + 2048 * tiles * sets * (parts - 1)
     shared = 256 * tiles * tables.products.shape[1] + 8 * pairs * queries + tables.segments * (40 + 32 * parts)

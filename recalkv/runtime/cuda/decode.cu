@@ -1,20 +1,20 @@
-// Attention of one token a sequence over rows of the codec: flash decoding whose operands are decoded in registers.
+// Attention of one token per sequence over the codec's rows: flash decoding with operands decoded in registers.
 //
-// A block takes a group of KV heads and a run of a sequence's slots (split-KV), and each of its SETS of PARTS warps 64
-// slots at a time, with sums of its own:
-//   1. Keys: they are decoded straight into the A operand of mma.m16n8k16, whose rows are slots, and multiplied with
-//      the queries, segment by segment; a segment's scale is applied to its scores. Weights, relative to the largest
-//      score so far, go through shared memory.
-//   2. Values: they are decoded into the A operand, whose rows are numbers, and multiplied with the weights, to which a
+// A block handles a group of KV heads and a run of a sequence's slots (split-KV). Each of its SETS sets of PARTS warps
+// processes 64 slots at a time and has separate sums:
+//   1. Keys are decoded directly into the A operand of mma.m16n8k16, whose rows are slots, and multiplied with the
+//      queries, segment by segment; a segment's scale is applied to its scores. Weights, relative to the largest score
+//      so far, go through shared memory.
+//   2. Values are decoded into the A operand, whose rows are coefficients, and multiplied with the weights, to which a
 //      segment's scale is applied. Sums are in shared memory.
-// Sets wait for each other at the end alone. Where there are fewer slots than warps to keep a GPU busy, the warps of a
-// set share its numbers: scores are added, and sums are of different numbers.
+// Sets wait for each other only at the end. Where slots are too few for enough warps to keep a GPU busy, the warps of a
+// set share its coefficients: their scores are added, and each sums different coefficients.
 //
-// A 32-bit word of a tile holds the same byte of four tokens, so one logical operation serves four numbers of each
-// place in the byte. A code and the two bits before it become a field of b + 1 bits; with the exponent of 1024 above,
-// the field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two numbers.
+// A 32-bit word of a tile holds the same byte of four tokens, so one logical operation serves four coefficients for
+// each place in the byte. A code and the two bits before it become a field of b + 1 bits; below the exponent of 1024,
+// the field is a float16, and n(t) = t ((t^2 + B)^2 + D) takes four instructions for two coefficients.
 //
-// Defined by the host: SETS, PARTS (1, 2 or 4), RESIDENT (blocks of a multiprocessor), NT (tiles of 8 queries), PAGED,
+// Defined by the host: SETS, PARTS (1, 2 or 4), RESIDENT (blocks per multiprocessor), NT (tiles of 8 queries), PAGED,
 // CAPPED, QUERY (0 float32, 1 bfloat16, 2 float16), and for each number of bits POLY_B*, POLY_D* (float16, twice),
 // GAIN* (float32).
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) {
     asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
     return d;
 }
-// Fields, with the exponent of 1024 above.
+// Masked bits below the exponent of 1024: float16 values of 1024 plus these bits.
 __device__ __forceinline__ u32 lifted(u32 x, u32 mask) {
     u32 d;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(0x64006400u));
@@ -83,7 +83,7 @@ __device__ __forceinline__ u32 lifted(u32 x, u32 mask) {
 __device__ __forceinline__ u32 select(u8 mask, u32 a, u32 b) { return select(mask * ONES, a, b); }
 __device__ __forceinline__ uint2 load8(const u8* at) { return __ldg(reinterpret_cast<const uint2*>(at)); }
 __device__ __forceinline__ uint4 load16(const u8* at) { return __ldg(reinterpret_cast<const uint4*>(at)); }
-// Of a table that all warps read again and again.
+// Load from a table that all warps read repeatedly.
 __device__ __forceinline__ uint4 load_kept(const uint4* at) {
     uint4 d;
     asm("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint4 load_kept(const uint4* at) {
 }
 __device__ __forceinline__ void prefetch(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// Bits of the float16 of a number that has one.
+// Bits of a value that float16 represents exactly.
 __device__ constexpr u32 half_bits(double x) {
     int exponent = 15;
     while (x >= 2) {
@@ -108,7 +108,7 @@ __device__ constexpr u32 half_bits(double x) {
 }
 __device__ constexpr u32 twice(u32 half) { return half | half << 16; }
 
-// What codes of each number of bits have: numbers of a byte of their last plane, and where number i's field begins.
+// For each number of bits: coefficients in a byte of the last plane, and first bit of the field of coefficient i.
 template <int BITS>
 struct Code;
 #define CODE(BITS, NUMBERS, START)                                                                                     \
@@ -132,7 +132,7 @@ struct Code<8> {
     static constexpr int numbers = 2;
 };
 
-// What the host defined for a number of bits.
+// The host's definition for a number of bits.
 #define OF_BITS(NAME, BITS)                                                                                            \
     (BITS == 1   ? NAME##1                                                                                             \
      : BITS == 2 ? NAME##2                                                                                             \
@@ -148,8 +148,8 @@ __device__ __forceinline__ u32 curve(u32 t) {
     return mul2(z, t);
 }
 
-// Words of fields of the numbers of a byte, from four tokens' bytes of the last plane, the ones before them in the
-// chain, and bytes of the first plane of codes of two. Bits outside of the fields are anything.
+// Words with the fields of a byte's coefficients, from four tokens' bytes of the last plane, the preceding bytes in the
+// chain, and, for codes of two planes, bytes of the first plane. Bits outside of the fields are arbitrary.
 template <int BITS>
 __device__ __forceinline__ void fields(u32 (&u)[Code<BITS>::numbers], u32 w, u32 before, u32 even, u32 odd) {
     if constexpr (BITS == 4) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void fields(u32 (&u)[Code<BITS>::numbers], u32 w, u32
     }
 }
 
-// Numbers a and b of a byte (fields i and i + 1) of four tokens: one register of (a, b) a token.
+// Decode coefficients a and b of a byte (fields i and i + 1) for four tokens: one register of (a, b) per token.
 template <int BITS, int I>
 __device__ __forceinline__ void by_token(u32 (&n)[4], u32 a, u32 b) {
     using C = Code<BITS>;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void by_token(u32 (&n)[4], u32 a, u32 b) {
     n[2] = curve<BITS>(fma2(lifted(y, mask), factor, summand));
     n[3] = curve<BITS>(fma2(lifted(y >> 8, mask), factor, summand));
 }
-// A number's tokens 0 and 2, and 1 and 3.
+// Decode a coefficient for tokens 0 and 2, and for tokens 1 and 3.
 template <int BITS, int I>
 __device__ __forceinline__ void by_number(u32& even, u32& odd, u32 u) {
     using C = Code<BITS>;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void by_number(u32& even, u32& odd, u32 u) {
     even = curve<BITS>(fma2(lifted(u, mask), factor, summand));
     odd = curve<BITS>(fma2(lifted(u >> 8, mask), factor, summand));
 }
-// Codes of 8 bits: v = c xor the lowest bit of the code before last, and the lowest bit of the last, shifted by 3.
+// Decode 8-bit codes: v is code n xor the lowest bit of code n - 2, last the lowest bit of code n - 1, shifted by 3.
 __device__ __forceinline__ u32 eight(u32 v, u32 last) {
     u32 whole = add2(lifted(v, 0x00ff00ffu), twice(0x8000u | half_bits(1152)));
     u32 rest = fma2(lifted(last, 0x00080008u), twice(half_bits(1.0 / 2048)), twice(0x8000u | half_bits(255.0 / 512)));
@@ -233,11 +233,11 @@ __device__ __forceinline__ void eight_by_token(u32 (&n)[4], u32 a, u32 b, u32 a_
     n[3] = eight(y >> 8, ly >> 8);
 }
 
-// A segment as the keys' loop takes it. Rows count from the group's first byte; product is its first.
+// A segment in the loop over keys. Rows count from the group's first byte; product is the segment's first product.
 struct alignas(16) KeySegment {
     int bits, scale_row, first_row, last_row, columns, product, next_row, none;
 };
-// Units of 8 columns of a segment of values that a warp has; tile is the first one's.
+// A warp's units of 8 columns in a segment of values; tile is the tile of the first unit.
 struct alignas(16) ValueJob {
     int bits, segment, first_row, last_row, columns, unit, end, tile;
 };
@@ -247,7 +247,7 @@ struct Loads {
     static constexpr int count = BITS == 8 ? 6 : BITS == 4 ? 3 : BITS == 3 || BITS == 6 ? 4 : 2;
 };
 
-// Bytes of eight tokens that a lane needs of a unit of columns; of columns that are not there, any.
+// Load a lane's bytes of eight tokens for a unit of columns; missing columns give arbitrary bytes.
 template <int BITS>
 __device__ __forceinline__ void load_unit(uint2 (&r)[Loads<BITS>::count], const u8* last, KeySegment s, int unit,
                                           int c) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void score_segment(float (&scores)[4][NT][4], const u
     const int c = lane & 3, units = (s.columns + 4 * wide - 1) / (4 * wide);
     uint2 r[Loads<BITS>::count], next[Loads<BITS>::count];
     const u8* last = keys + s.last_row * 16;
-    // Units of parts in turn, from another one in each segment.
+    // Parts take units in turn, starting with a different part in each segment.
     int unit = (part - s.product) & (PARTS - 1);
     load_unit<BITS>(r, last, s, unit, c);
     // A chain begins with zeros.
@@ -332,7 +332,7 @@ __device__ __forceinline__ void score_segment(float (&scores)[4][NT][4], const u
     }
 }
 
-// Add a segment's scores times its scales.
+// Add a segment's scores multiplied by its scales.
 __device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float (&scores)[4][NT][4], uint2 levels) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -351,8 +351,8 @@ __device__ __forceinline__ void add_scaled(float (&total)[4][NT][4], const float
     }
 }
 
-// Bytes of sixteen tokens that a lane needs of a unit: of the column, the one before, and of codes of two planes or
-// columns those of the others.
+// Load a lane's bytes of sixteen tokens for a unit: those of the column and the column before and, for codes of two
+// planes or two columns, those of the other plane or column.
 template <int BITS>
 __device__ __forceinline__ void load_column(uint4 (&r)[4], const u8* values, const ValueJob& job, int unit, int g) {
     const int column = min(unit * 8 + g, job.columns - 1);
@@ -374,7 +374,7 @@ __device__ __forceinline__ void load_column(uint4 (&r)[4], const u8* values, con
 
 __device__ __forceinline__ u32 word(const uint4& x, int j) { return j == 0 ? x.x : j == 1 ? x.y : j == 2 ? x.z : x.w; }
 
-// Add the weighted values of 64 slots to a job's sums; the lane's values are those of tile c.
+// Add the weighted values of 64 slots to a job's sums; values points to the lane's tile, number c.
 template <int BITS>
 __device__ __forceinline__ void add_values(float4* sums, const u8* values, const u8* weights, const u8* scales,
                                            const ValueJob& job, int lane) {
@@ -455,16 +455,16 @@ __device__ __forceinline__ float query_at(const void* at, i64 place) {
 
 struct Shared {
     float unit[QUERIES], inverse[QUERIES];
-    // Of each set, at the end: the largest score and the sum of the weights.
+    // Per set, at the end: the largest score and the sum of the weights.
     float most[SETS][QUERIES], weight[SETS][QUERIES];
     alignas(16) u8 weights[SETS][QUERIES * WEIGHT_STRIDE];
 #if PARTS > 1
     float4 scores[SETS * (PARTS - 1)][4 * NT][32];
 #endif
-    // Then, of sizes that the host knows: queries, mean coefficients, turns, scales, sums of each set.
+    // Followed by arrays whose sizes the host knows: queries, mean coefficients, rotations, scales, sums of each set.
 };
 
-// Wait for the warps that share a set of slots.
+// Synchronize the warps of a set.
 __device__ __forceinline__ void meet(int set) {
 #if PARTS == 1
     __syncwarp();
@@ -473,7 +473,7 @@ __device__ __forceinline__ void meet(int set) {
 #endif
 }
 
-// Add the mean key's scores, in three products of float16 as good as one of float32.
+// Add the scores of the mean key by three float16 products, as accurate as one float32 product.
 __device__ __forceinline__ void add_mean_scores(float (&score)[4][NT][4], const float2* mean_parts, const float2* turn,
                                                 const uint4* places, int table_padded, int part, int lane) {
     const int g = lane >> 2, c = lane & 3;
@@ -510,7 +510,7 @@ __device__ __forceinline__ void add_mean_scores(float (&score)[4][NT][4], const 
     }
 }
 
-// Scores into weights, relative to the largest score so far; sums are put right where that has moved.
+// Turn scores into weights relative to the largest score so far; rescale the sums if it has grown.
 __device__ __forceinline__ void weigh(float (&score)[4][NT][4], float (&most)[NT][2], float (&weight)[NT][2],
                                       const float* unit, u8* weights, float4* sums, int tiles, int block, int first,
                                       int length, double softcap, int lane) {
@@ -519,7 +519,7 @@ __device__ __forceinline__ void weigh(float (&score)[4][NT][4], float (&most)[NT
     bool moved = false;
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        // Scores in base 2, and the largest of each query.
+        // Base-2 scores, and the largest score of each query.
         float largest[2] = {most[t][0], most[t][1]};
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -544,7 +544,7 @@ __device__ __forceinline__ void weigh(float (&score)[4][NT][4], float (&most)[NT
         float finite[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            // Somewhat above the largest, that sums are seldom put right.
+            // Somewhat above the largest score, so that sums are seldom rescaled.
             if (largest[k] > most[t][k]) largest[k] += 2;
             const bool any = largest[k] != NEGATIVE_INFINITY;
             finite[k] = any ? largest[k] - LIFT : 0;
@@ -602,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     float4* all_sums = reinterpret_cast<float4*>(all_scales + SETS * segments_room * 64 * 2);
     float4* sums = all_sums + set * tiles * 32 * NT;
     u8* weights = shared.weights[set];
-    // Tables of the group: segments of keys, jobs of the parts, scales' rows and gains of values.
+    // Tables of the group: key segments, jobs of the parts, scale rows and gains of the values.
     KeySegment* key_segment = reinterpret_cast<KeySegment*>(all_sums + SETS * tiles * 32 * NT);
     ValueJob* jobs = reinterpret_cast<ValueJob*>(key_segment + segments_room);
     int* value_segment = reinterpret_cast<int*>(jobs + PARTS * segments_room);
@@ -618,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int begin = begin_all + run * share, end = min(begin + share, end_all);
     const i64 row = ((i64)batch * groups + group) * count;
 
-    // Where a tile of the run begins; tiles that are not there are read as the last one that is.
+    // Offset of a tile of the run; missing tiles are read as the nearest existing one.
     auto tile_at = [&](int tile) -> i64 {
         tile = max(min(tile, (length - 1) >> 4), first >> 4);
 #if PAGED
@@ -628,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         return (i64)batch * block_stride + (i64)tile * tile_stride;
 #endif
     };
-    // Turns of the start of a set's block of 64 slots, digit by digit; of each warp its own.
+    // Rotations of the start of a set's block of 64 slots, digit by digit; each warp computes those that it reads.
     auto find_turns = [&](int block) {
         const int position = block * 64 + offset;
 #pragma unroll 1
@@ -648,14 +648,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         __syncwarp();
     };
-    // Eight lanes a tile of a set's block.
+    // Prefetch with eight lanes per tile of a set's block.
     auto prefetch_rows = [&](int block, int byte, int bytes) {
         const u8* at = rows + tile_at(4 * block + (lane >> 3)) + byte * 16;
 #pragma unroll 1
         for (int i = (lane & 7) * 128; i < bytes * 16; i += 1024) prefetch(at + i);
     };
 
-    // What a warp will read of a set's first or next block: all of it where warps share it, else the first segment.
+    // Prefetch a set's first or next block: all of it, in shares, if warps share it, else the first segment.
     auto prefetch_block = [&](int block) {
 #if PARTS > 1
         const int bytes = (key_bytes + value_bytes + PARTS - 1) / PARTS;
@@ -728,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         __syncthreads();
     }
 
-    // Of queries t * 8 + 2 c + k; a set's first warp alone has them.
+    // For queries t * 8 + 2 c + k; only a set's first warp uses them.
     float most[NT][2], weight[NT][2];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
@@ -775,7 +775,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             }
             add_scaled(score, scores, levels);
         }
-        // Levels of the scales of four slots of two segments of values, which are needed soon.
+        // Scale levels of four slots of two value segments, loaded early as they are needed soon.
         const int four = lane & 15;
         const u8* levels_at = rows + tile_at(4 * block + (four >> 2)) + value_byte * 16 + (four & 3) * 4;
         auto levels_of = [&](int segment) {
@@ -813,7 +813,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
 #endif
         if (!part) weigh(score, most, weight, shared.unit, weights, sums, tiles, block, first, length, softcap, lane);
-        // Scales of the values' segments, in the same order.
+        // Scales of the value segments, in the token order of the weights.
 #pragma unroll 1
         for (int i = 0, segment = (lane >> 4) + 2 * part; segment < value_count; i++, segment += 2 * PARTS) {
             const u32 levels = i == 0 ? early[0] : i == 1 ? early[1] : levels_of(segment);
@@ -846,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         __syncwarp();
     }
-    // Sets meet: weights summed over a query's lanes, and all relative to the largest score.
+    // Combine the sets: sum weights over a query's lanes, and make all sums relative to the largest score.
     if (!part) {
 #pragma unroll
         for (int t = 0; t < NT; t++)

@@ -1,4 +1,4 @@
-"""Where the numbers of a row stand, as ``decode.cu`` takes them: a lane decodes a byte of several tokens at once."""
+"""Tables of a row's coefficients for ``decode.cu``, in which a lane decodes one byte of several tokens at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from recalkv.trellis.codes import CURVES, PLANES, codes_per_byte
 from recalkv.trellis.rows import Segment
 
 _LANES = 4
-"""Lanes of a warp that share a row of a matrix product's operand."""
+"""Lanes of a warp that share a row of an operand of a matrix product."""
 
 
 def curve_of(bits: int) -> tuple[float, float, float]:
-    """B, D and the gain of a code's levels ``gain t ((t^2 + B)^2 + D)``, or ``gain t (t^2 + B)`` of cubic ones.
+    """Return B, D and the gain of a code's levels ``gain t ((t^2 + B)^2 + D)``, or ``gain t (t^2 + B)`` if cubic.
 
-    t is that of :mod:`recalkv.trellis.codes` in units of ``2^bits``: float16 holds it exactly, the level to 11 bits.
+    t is as in :mod:`recalkv.trellis.codes`, in units of ``2^bits``: float16 holds it exactly, and the level to 11 bits.
     """
     linear, cubic, quintic = CURVES[bits]
     unit = 2.0**bits
@@ -30,24 +30,24 @@ def curve_of(bits: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class RowTables:
-    """Tables of a layer, int32, on its device.
+    """Tables of a layer, int32, on the layer's device.
 
     Attributes
     ----------
     key_segments : (groups, 2 + 8 segments)
-        How many there are, bytes of the keys of a row; of each bits, rows of the scale, the first and the last plane,
-        bytes of the last plane that its chain goes through (columns), its first product, the row after it, and 0. Rows
-        count from the group's first byte.
+        Number of segments and bytes of the keys in a row. Then per segment: bits, rows of the scale, the first and the
+        last plane, columns (bytes of the last plane that the chain passes through), first product, row after the
+        segment, and 0. Rows count from the group's first byte.
     value_segments : (groups, 4 + 2 segments)
-        How many there are, the byte of the row where the group begins, bytes of its values, numbers; of each the row of
-        the scale, and the gain of its levels as float32, bit for bit. Rows count from the first byte of the values.
+        Number of segments, byte of the row where the group begins, bytes and coefficients of the values. Then per
+        segment: row of the scale, and gain of the levels as float32 bits. Rows count from the first byte of the values.
     value_jobs : (groups, warps, segments, 8)
-        Of each warp: bits (0 for none), segment, rows of the first and the last plane, columns, the first unit of eight
-        columns, the one after the last, and the first unit's tile.
+        Per warp: bits (0 for none), segment, rows of the first and the last plane, columns, first unit of eight
+        columns, end of the units, and tile of the first unit.
     numbers : (groups, tiles, 16)
-        Numbers of a tile of values; -1 for none.
+        Coefficients of a tile of values; -1 for none.
     products : (groups, products, 4, 4)
-        Of each product of keys and lane, numbers of its two registers in turn, with bits from bit 16 on; -1 for none.
+        Per product of keys and lane: coefficients of the two registers in turn, with bits from bit 16 on; -1 for none.
     """
 
     key_segments: Tensor
@@ -58,12 +58,12 @@ class RowTables:
 
     @property
     def segments(self) -> int:
-        """Segments that there is room for."""
+        """Number of segments that the tables have room for."""
         return self.value_jobs.shape[2]
 
     @classmethod
     def of(cls, layout: DeviceLayout, warps: int) -> "RowTables":
-        """Tables for so many warps, which share the numbers of the values."""
+        """Build the tables for ``warps`` warps, which share the coefficients of the values."""
         room = max(1, *(len(own) for pair in layout.segments for own in pair))
         key_rows, value_rows, products, units, byte = [], [], [], [], 0
         for keys, values in layout.segments:
@@ -108,24 +108,24 @@ class RowTables:
 
 
 def _bits_of(number: float) -> int:
-    """Bits of a float32 as an integer."""
+    """Return the bits of a float32 as an integer."""
     return int(torch.tensor(number, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
 def _columns(segment: Segment) -> tuple[int, int]:
-    """Columns of a segment, and numbers of each."""
+    """Return the columns of a segment, and the coefficients per column."""
     numbers = codes_per_byte(segment.bits)
     return segment.width // numbers, numbers
 
 
 def _rows(segment: Segment, start: int) -> tuple[int, int, int]:
-    """Rows of a segment's scale, its first plane and its last one."""
+    """Return the rows of a segment's scale, first plane and last plane."""
     planes = PLANES[segment.bits]
     return start, start + 1, start + 1 + sum(planes[:-1]) * segment.width // 8
 
 
 def _products(bits: int, columns: int, count: int, start: int) -> list[list[list[int]]]:
-    """Numbers of a segment's products: registers hold two numbers, of two columns in turn or of one."""
+    """Return the coefficients of a segment's products: two per register, the two registers from two columns or one."""
     wide = 2 if count == 2 else 1
 
     def number(unit: int, product: int, lane: int, place: int) -> int:
@@ -142,7 +142,7 @@ def _products(bits: int, columns: int, count: int, start: int) -> list[list[list
 
 
 def _tiles(unit: int, columns: int, count: int, start: int) -> list[list[int]]:
-    """Numbers of a unit's tiles: two of each of eight columns."""
+    """Return the coefficients of a unit's tiles: two from each of eight columns."""
     own = range(8 * unit, 8 * unit + 8)
     return [
         [start + column + i * columns if column < columns else -1 for i in (2 * pair, 2 * pair + 1) for column in own]
@@ -151,7 +151,7 @@ def _tiles(unit: int, columns: int, count: int, start: int) -> list[list[int]]:
 
 
 def _jobs(units: Sequence[Any], room: int, warps: int) -> list[list[list[int]]]:
-    """Runs of units of a segment for each warp, about as many tiles each."""
+    """Divide the units into runs of one segment for each warp, with about equal numbers of tiles per warp."""
     total, done = sum(len(tiles) for _, tiles in units), 0
     jobs: list[list[list[int]]] = [[] for _ in range(warps)]
     for (*what, unit), tiles in units:
@@ -165,10 +165,10 @@ def _jobs(units: Sequence[Any], room: int, warps: int) -> list[list[list[int]]]:
 
 
 def position_table(rotation: DeviceRotation) -> Tensor:
-    """Cosines and sines of 64 places as operands of products: (steps, 4, 2, 8, 4, 2, 2, 2) float16.
+    """Return cosines and sines of 64 places as operands of products: (steps, 4, 2, 8, 4, 2, 2, 2) float16.
 
-    Of eight pairs each, of two slots of each lane in turn, what float16 holds of them and the rest, then lanes, halves
-    of the pairs, slots, cosine and sine.
+    The dimensions are steps of eight pairs, steps of two slots per lane, float16 value and remainder, lanes (8, 4),
+    halves of the pairs, slots, and cosine and sine.
     """
     tables = rotation.places.double()[:, : rotation.pairs]
     pairs = -(-rotation.pairs // 8) * 8
