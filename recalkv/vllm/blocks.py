@@ -137,7 +137,7 @@ class ExactTokensManager(SlidingWindowManager):
 
     @classmethod
     def reachable_block_mask(cls, *_: Any, **__: Any) -> None:
-        """Return None, as all cached blocks can be hit: they are few already."""
+        """Return None, so that every allocated block is cached: there are few of them."""
         return
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
