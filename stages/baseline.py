@@ -1,4 +1,4 @@
-"""Step 9a: the dense model's losses on the evaluation windows, independent of compression parameters."""
+"""Step 9a: the dense model's losses on the evaluation windows, which do not depend on compression parameters."""
 
 from typing import Annotated, Any
 

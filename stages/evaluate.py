@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, str]:
-    """Return the origin of the figures, as strings, which are not metrics."""
+    """Return the environment of the figures; its values are strings, so it is not part of the metrics."""
     packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
     return {
         "device": device_name(run.device),

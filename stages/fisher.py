@@ -18,7 +18,7 @@ def fisher(run: Stage) -> None:
     used = windows[:FISHER_WINDOWS]
     inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest
     if not inputs.are_of(moments):
-        # Whole batches as in whiten: the same matrix products give bitwise the same results.
+        # Whole batches as in whiten: the same matrix products give bitwise identical inputs.
         whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
         again = collect_input_moments(source, whole, wanted.batch_size, inputs)
         with telling_full_disk(run.data, "calibrate on fewer or shorter windows (calibration.samples, length)"):

@@ -1,4 +1,4 @@
-"""The machine that times depend on: the latency stage depends on it, so that another machine measures again."""
+"""The machine, which times depend on: an input of the latency stage, so that another machine measures again."""
 
 import torch
 import typer

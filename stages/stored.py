@@ -110,7 +110,7 @@ class Stored:
 
 
 def segment_widths(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """Return each group's number of latents per entry of :data:`recalkv.trellis.codes.BITS`, decreasing bits; int64."""
+    """Count latents by group and entry of :data:`recalkv.trellis.codes.BITS`, decreasing: (groups, entries) int64."""
     widths = [[sum(own.width for own in group if own.bits == bits) for bits in _FALLING] for group in segments]
     return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(_FALLING))
 

@@ -9,6 +9,6 @@ separate process: a step that crashes, hangs or takes too long is recorded with 
 steps continue. Steps for which no time is left are recorded as left out. Needs torch, triton, transformers, pydantic,
 zarr and pytest; the last three can be provided as wheels (`make gpu-wheels`).
 
-Without a GPU only the first steps of ``smoke`` run; with ``--cpu`` all steps run at tiny sizes in Triton's interpreter,
-to test this code. Without a GPU, lines are written to ``DIR/cpu``, so that they never replace those of a GPU.
+Without a GPU, only imports, Triton's interpreter and compilation are checked (in ``smoke``); with ``--cpu``, parts run
+at tiny sizes in the interpreter, to test this code. Both write to ``DIR/cpu``: they never replace a GPU's lines.
 """

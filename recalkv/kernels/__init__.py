@@ -5,6 +5,6 @@ a reduction; :mod:`recalkv.kernels.plan` holds the tables of a layer, and :mod:`
 kernels to a layer. The number of filled slots is read on the device: tiles of a static cache after the last query cost
 nothing, and nothing is copied to the host.
 
-The runtime does not import this package; :func:`recalkv.kernels.decoder.use_kernels` installs the kernels in a model,
-and only then is Triton imported.
+Modeling code does not import this package; :func:`recalkv.kernels.decoder.use_kernels` installs the kernels in a
+model, and only then is Triton imported.
 """

@@ -27,7 +27,7 @@ def row_alignment(latents: Tensor, own: int) -> int:
 
 @functools.cache
 def shared_limit(device: torch.device) -> int:
-    """Return the shared memory limit of a program in bytes; an H100's on other devices than CUDA."""
+    """Return the shared memory limit of a program in bytes; without a CUDA device, that of an H100."""
     if device.type != "cuda":
         return 232_448
     # The opt-in limit exceeds the default one; torch's type stubs lack it.

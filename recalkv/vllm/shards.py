@@ -5,7 +5,7 @@ from recalkv.errors import ParameterError
 
 
 def shard(codec: LayerCodec, rank: int, ranks: int) -> LayerCodec:
-    """Return the codec of the KV heads of one of ``ranks`` processes; heads are replicated if there are fewer.
+    """Return the codec of one rank's KV heads; with more ranks than heads, several ranks hold the same heads.
 
     Raises
     ------
