@@ -1,1 +1,1 @@
-"""Measurements apart from the tests; README.md says what each is for."""
+"""Benchmarks, separate from the tests; README.md describes each of them."""

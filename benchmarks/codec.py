@@ -1,11 +1,11 @@
-"""The codec beside the dense model on this machine: quality, and speed of attention, decoding and prompts, in one line.
+"""Compare the codec with the dense model on this machine, in one line: quality, and attention, decode, prefill speed.
 
     python -m benchmarks.codec [--quick] [--model data/model] [--codec data/codec] [--out FILE]
 
-Speeds are ratios over the dense model in float32 (1.0 is equal), dense and coded interleaved, medians; `attention_N` is
-what a model does in one layer for a token at N slots of a static cache, cache update included. `kl_4bit` is the
-divergence from the dense model on held-out windows of 1,024 tokens, `kl_4bit_8192` that at positions 6K to 8K of one
-text.
+Speeds are relative to the dense model in float32 (1.0 is equal): medians, with dense and coded runs interleaved.
+`attention_N` is one layer's attention step for one token at N slots of a static cache, cache update included. `kl_4bit`
+is the divergence from the dense model on held-out windows of 1,024 tokens, `kl_4bit_8192` the divergence at positions
+6K to 8K of one text.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from stages.common import write_json
 def interleaved(
     first: Callable[[], Any], second: Callable[[], Any], rounds: int, calls: int = 1
 ) -> tuple[float, float]:
-    """Median seconds of two functions that are called in turns."""
+    """Return the median seconds of two functions that are called alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
         for own, function in zip(times, (first, second), strict=True):
             start = time.perf_counter()
             for _ in range(calls):
                 function()
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 own.append((time.perf_counter() - start) / calls)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def attention_speed(model: Any, codec: Codec, slots: int, rounds: int) -> float:
-    """Speed of one layer's attention step over a static cache, dense over coded."""
+    """Return dense over coded time of one layer's attention step with a static cache."""
     module = next(each for each in model.modules() if getattr(each, "layer_idx", None) == len(codec.layers) // 2)
     layer_codec = codec.layers[module.layer_idx]
     heads, (dk, dv) = layer_codec.kv_heads, layer_codec.head_dims
@@ -81,16 +81,16 @@ def attention_speed(model: Any, codec: Codec, slots: int, rounds: int) -> float:
 
 @dataclass
 class Reading:
-    """One text read by the dense and by the coded model, in two chunks.
+    """One text read by the dense and by the coded model, a first chunk and the rest.
 
     Attributes
     ----------
     caches
-        Of all its tokens, dense and coded.
+        Caches of all tokens, dense and coded.
     states : two of (tokens, hidden size)
-        What the output layer is given.
+        Final hidden states, the input of the output layer.
     seconds
-        Of the first chunk.
+        Time of the first chunk.
     """
 
     caches: tuple[Any, Any]
@@ -100,7 +100,7 @@ class Reading:
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, codec: Codec, ids: Tensor, first: int) -> "Reading":
-        """Read tokens (1, tokens), the dense model before the coded one."""
+        """Read tokens (1, tokens), first with the dense model and then with the coded one."""
         found: list[tuple[Any, Tensor, float]] = []
         for coded in (False, True):
             (use_codec(model, codec) if coded else stop_codec(model))
@@ -115,7 +115,7 @@ class Reading:
         return cls((dense[0], own[0]), (dense[1], own[1]), (dense[2], own[2]))
 
     def cropped(self, tokens: int) -> None:
-        """Leave the first tokens in the caches; their speed is that of so many tokens, their last ones are rounded."""
+        """Crop the caches to the first tokens; valid for timing only, as the last exact tokens become rounded."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for cache in self.caches:
@@ -128,7 +128,7 @@ def _parts(ids: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def decoding_speed(model: Any, codec: Codec, reading: Reading, token: Tensor, rounds: int) -> float:
-    """Tokens per second of the coded model over those of the dense one with the better of its caches."""
+    """Return tokens per second of the coded model over the dense model with the faster of its caches."""
     growing, own = reading.caches
     static = StaticCache(config=model.config, max_cache_len=growing.get_seq_length() + 6 * (rounds + 2))
     for number, layer in enumerate(growing.layers):
@@ -149,7 +149,7 @@ def decoding_speed(model: Any, codec: Codec, reading: Reading, token: Tensor, ro
 
 @torch.no_grad()
 def prompt_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
-    """Dense time of a prompt over coded time."""
+    """Return dense over coded time of a prompt."""
     times = [Reading.of(model, codec, ids, ids.shape[1]).seconds for _ in range(rounds + 1)][1:]
     dense, own = (statistics.median(each) for each in zip(*times, strict=True))
     return dense / own
@@ -157,7 +157,7 @@ def prompt_speed(model: Any, codec: Codec, ids: Tensor, rounds: int) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    """Print the line."""
+    """Print the results in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: two minutes on two cores")
     parser.add_argument("--model", default="data/model")
@@ -170,7 +170,7 @@ def main() -> None:
     for slots in (1024, 4096, 16384):
         figures[f"attention_{slots}"] = attention_speed(model, codec, slots, 3 * rounds)
     text = held_out(options.model)[None]
-    # Also warms up what the next reading times.
+    # Also a warm-up for the next reading, which is timed.
     window = Reading.of(model, codec, text[:, 1024:2048], 1024)
     reading = Reading.of(model, codec, text[:, :8192], 4096)
     dense, coded = reading.states
@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def held_out(model: str) -> Tensor:
-    """Tokens of the embedded evaluation text, (tokens,) int64."""
+    """Return the tokens of the embedded evaluation text, (tokens,) int64."""
     from recalkv.params import EvaluationParams
     from recalkv.text.corpora import main_documents
     from recalkv.text.windows import joined_tokens

@@ -1,9 +1,9 @@
-"""Whether a loss target is met on text that neither calibration nor the search has seen.
+"""Check that loss targets are met on text that neither calibration nor the search has seen.
 
     python -m benchmarks.loss_targets
 
-Compresses the embedded model to each target on each text, and measures the rise of the loss on that text's test
-documents, with its standard error over these. Writes reports/loss_targets.json.
+Compresses the embedded model to each target on each text, and measures the increase of the loss on the text's test
+documents, with its standard error over documents. Writes reports/loss_targets.json.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ WINDOW, CPU = 512, torch.device("cpu")
 
 
 def main(samples: int = 8, length: int = 512, test_windows: int = 20) -> None:
-    """Measure, with so many windows of calibration, their tokens, and so many windows of the test."""
+    """Measure with SAMPLES calibration windows of LENGTH tokens, on TEST_WINDOWS windows."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         dense = resolve_model(EMBEDDED, None, Path(scratch))

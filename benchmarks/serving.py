@@ -1,14 +1,14 @@
-"""A model in vLLM, dense beside its codec with a cache of the same bytes: tokens per second, and what fits.
+"""Serve a model in vLLM, dense and with its codec, in caches of the same bytes: throughput and capacity.
 
     .venv-vllm/bin/python -m benchmarks.serving data/model data/codec
 
-Each has a process of its own, one after the other, and the same random prompts. A run is added to ``serving.json`` and
-``serving.md`` of the folder of reports, by its model's name and type:
+Each side runs in separate processes, one after the other, with the same random prompts. A run is added to
+``serving.json`` and ``serving.md`` in the folder of reports, under its model's name and dtype:
 
-- speed, in a cache that holds all of the dense model's tokens: requests at once of the length, and half as many of four
-  times the length; prompt tokens until each has its first new token, then new tokens;
-- and in a small one: tokens that it holds, as vLLM logs it; as many sequences as fit with the codec, run to their full
-  length, of which the dense model's wait for each other; prompts read twice, and what the second reading found.
+- with a cache that holds all of the dense model's tokens: throughput of concurrent requests of the given length, and of
+  half as many at four times the length; prompt tokens until each has its first new token, then new tokens;
+- with a small cache: its capacity in tokens from vLLM's log; as many sequences as fit with the codec, run to full
+  length (with the dense model some have to wait); prompts read twice, with the prefix cache hits of the second time.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from recalkv.evaluation.timing import environment
 
 RESULT = "RESULT "
 BLOCK = 32
-"""Tokens of a block: the fewest that vLLM's own attention takes on a CPU."""
+"""Block size in tokens: the smallest that vLLM's CPU attention supports."""
 ROWS = [
     ("prompt tokens/s, {requests} requests of {length:,}", "prompt_tokens_per_second", ",.0f", True),
     ("new tokens/s, {requests} requests of {length:,}", "new_tokens_per_second", ",.1f", True),
@@ -42,25 +42,25 @@ ROWS = [
     ("prefix tokens found again", "prefix_hit_rate", ".0%", False),
     ("second reading, s", "second_reading_seconds", ",.1f", False),
 ]
-"""Title, key, format, and whether the two sides' ratio is shown."""
+"""Title, key, format, and whether the ratio of codec to dense is shown."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What both models are given.
+    """Load that both sides serve.
 
     Attributes
     ----------
     cache_mib
         Size of the small cache.
     dtype
-        Of weights, and of the dense cache.
+        dtype of the weights and of the dense cache.
     length
-        Of sequences, tokens.
+        Length of a sequence in tokens.
     requests, tokens
-        Of the measurement of speed: at once, and new ones of each.
+        For throughput: concurrent requests, and new tokens of each.
     four_times
-        Whether speed is measured at four times the length as well.
+        Whether throughput is also measured at four times the length.
     """
 
     cache_mib: int
@@ -72,7 +72,7 @@ class Load:
 
 
 def main() -> None:
-    """Measure both and write the report."""
+    """Measure both sides and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="Folder of the model.")
     parser.add_argument("codec", help="Folder of its side-car.")
@@ -101,12 +101,12 @@ def main() -> None:
 
 
 def measured(model: str, codec: str, load: Load, fitting: int | None) -> tuple[dict[str, float], dict[str, Any]]:
-    """Results of one side and what they were had with, from processes of its own."""
+    """Return the results of one side and their environment, measured in separate processes."""
     results: dict[str, float] = {}
     known: dict[str, Any] = {}
     for small in (False, True):
         call = f"serve({model!r}, {codec!r}, {load!r}, {small}, {fitting})"
-        # The engine in the process that measures, so that the counters of each step are at hand.
+        # Run the engine in the measuring process, so that its counters can be read after each step.
         settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         code = f"from benchmarks.serving import Load, serve; {call}"
         process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
@@ -122,7 +122,7 @@ def measured(model: str, codec: str, load: Load, fitting: int | None) -> tuple[d
 
 
 def serve(model: str, codec: str, load: Load, small: bool, fitting: int | None) -> None:
-    """Measure one side in one cache and print the results."""
+    """Measure one side with one cache and print the results."""
     import vllm
 
     reach = load.length if small or not load.four_times else 4 * load.length
@@ -143,16 +143,16 @@ def serve(model: str, codec: str, load: Load, small: bool, fitting: int | None) 
         additional_config={"recalkv_codec": codec},
     )
     bench = Bench(llm.llm_engine)
-    # Compiled loops are compiled, and lazy imports done.
+    # Warm-up: compiles loops and triggers lazy imports.
     bench.run([bench.prompt(40)] * 2, 4)
     result: dict[str, float] = {}
     if small:
         result |= bench.prefixes([bench.prompt(load.length // 4) for _ in range(2 * load.requests)])
-        # By vLLM's count, of which one block is its own, for nothing.
+        # vLLM's count includes one block that it reserves as the null block.
         cache = llm.llm_engine.vllm_config.cache_config
         fits = int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks))
         count = fitting or fits
-        # Long enough that the first is not done before the last is read.
+        # Enough new tokens that the first sequence does not end before the last prompt is read.
         new = min(load.length // 2, 8 * count)
         result |= bench.sequences([bench.prompt(load.length - new) for _ in range(count)], new)
     else:
@@ -166,16 +166,16 @@ def serve(model: str, codec: str, load: Load, small: bool, fitting: int | None) 
 
 
 class Run(NamedTuple):
-    """One load, done.
+    """Result of one load.
 
     Attributes
     ----------
     first, seconds
-        Until each request had a new token, and until all were done.
+        Seconds until every request had a new token, and until all were finished.
     made
-        New tokens after the former.
+        New tokens after ``first``.
     most
-        Requests that ran at once.
+        Maximum number of requests that ran at once.
     """
 
     first: float
@@ -185,7 +185,7 @@ class Run(NamedTuple):
 
 
 class Bench:
-    """Loads of an engine."""
+    """Runs loads on an engine."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.served = engine, 0
@@ -193,15 +193,15 @@ class Bench:
         self.random = torch.Generator().manual_seed(0)
 
     def prompt(self, tokens: int) -> list[int]:
-        """Random tokens."""
+        """Return a prompt of random tokens."""
         return torch.randint(3, self.vocabulary, (tokens,), generator=self.random).tolist()
 
     def counter(self, name: str) -> float:
-        """Of vLLM's metrics."""
+        """Return the value of one of vLLM's metrics."""
         return float(sum(metric.value for metric in self.engine.get_metrics() if metric.name == name))
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> "Run":
-        """Serve all at once."""
+        """Serve all prompts concurrently, with ``new`` new tokens each."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -219,7 +219,7 @@ class Bench:
         return Run(first, seconds, self.counter("vllm:generation_tokens") - before, int(most))
 
     def speed(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, float]:
-        """Prompt tokens until the last has its first new token, and new tokens from there on."""
+        """Return prompt throughput until all have a first new token, and decode throughput after that."""
         run = self.run(prompts, new)
         return {
             "prompt_tokens_per_second": sum(map(len, prompts)) / run.first,
@@ -227,7 +227,7 @@ class Bench:
         }
 
     def prefixes(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Read prompts twice: what the second reading found, and took."""
+        """Read prompts twice; return the prefix cache hit rate and the time of the second reading."""
         self.run(prompts, 1)
         asked, found = self.counter("vllm:prefix_cache_queries"), self.counter("vllm:prefix_cache_hits")
         seconds = self.run(prompts, 1).seconds
@@ -238,7 +238,7 @@ class Bench:
         return {"prefix_hit_rate": found / asked, "second_reading_seconds": seconds}
 
     def sequences(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, float]:
-        """Run to full length: how many at once, and their speed."""
+        """Run sequences to full length; return how many ran at once, preemptions, and throughput."""
         before = self.counter("vllm:num_preemptions")
         run = self.run(prompts, new)
         return {
@@ -249,7 +249,7 @@ class Bench:
 
 
 def written(runs: dict[str, Any]) -> str:
-    """The page."""
+    """Render the page."""
     lines = [
         "# Served by vLLM, dense beside the codec",
         "",

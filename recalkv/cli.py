@@ -1,6 +1,6 @@
 """ReCalKV: KV cache compression for pretrained language models, without training.
 
-`fit` makes a codec for the unchanged model; `compress` writes a checkpoint that caches latents. Neither needs the
+`fit` fits a codec to the unchanged model; `compress` writes a checkpoint that caches latents. Neither needs the
 pipeline (`dvc repro`).
 """
 
@@ -22,7 +22,7 @@ from recalkv.presets import describe, is_rendered, preset_names, render
 from recalkv.presets import preset as parameters_of
 from recalkv.store.folders import write_whole
 
-# Modules that need torch are imported where they are used: help is not to wait for them.
+# Modules that need torch are imported where they are used, so that help does not wait for them.
 
 app = typer.Typer(
     add_completion=False,
@@ -46,7 +46,7 @@ def _main(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    # As an exception, which removes half-written and temporary folders on its way.
+    # Turn SIGTERM into an exception, so that half-written and temporary folders are removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

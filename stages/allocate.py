@@ -1,4 +1,4 @@
-"""Step 4: ranks of every latent under one budget of cached bytes; after step 5, whose groups it needs."""
+"""Step 4: ranks of all latents under one budget of cached bytes; runs after step 5, whose groups it needs."""
 
 import torch
 import typer
@@ -12,7 +12,7 @@ from stages.stored import Stored, segment_widths
 
 @stage
 def allocate(run: Stage) -> None:
-    """Allocate ranks by water-filling, by Fisher score, or uniformly; on budget from below."""
+    """Allocate ranks by water-filling, by Fisher score, or uniformly, without exceeding the budget."""
     stored = Stored(run)
     method = stored.method
     geometry, energies = stored.source.geometry, None

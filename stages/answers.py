@@ -1,4 +1,4 @@
-"""Step 9, tasks: GSM8K, MultiNews, RULER and zero-shot choices, by one model with several forms of cache."""
+"""Step 9, tasks: GSM8K, MultiNews, RULER and zero-shot choices, for one model with several kinds of cache."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def answers(
     length: Annotated[int | None, typer.Option(help="Tokens of a prompt; longer ones lose their middle.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time: memory, not results.")] = 20,
 ) -> None:
-    """Do the tasks greedily; write scores and texts by task to OUT/NAME.json, unless those of the same are there."""
+    """Run the tasks with greedy decoding; write scores and texts to OUT/NAME.json, unless they are up to date."""
     from transformers import AutoTokenizer
 
     if suite not in (*SUITES, _CHOICES):

@@ -1,4 +1,4 @@
-"""Step 9a: the dense model's losses on the evaluation windows; compression parameters do not matter here."""
+"""Step 9a: the dense model's losses on the evaluation windows, which do not depend on compression parameters."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ def baseline(
         int, typer.Option(help="Tokens at the end of each window that the model writes itself, at temperature 1.")
     ] = 0,
 ) -> None:
-    """Freeze the evaluation windows of all texts; measure the dense model's losses, cache, and sample texts."""
+    """Store the evaluation windows of all texts; measure the dense model's losses, cache and sample texts."""
     from transformers import AutoConfig
 
     wanted, folder = run.params.evaluation, run.model().folder
@@ -43,7 +43,7 @@ def baseline(
 
 @torch.inference_mode()
 def own_words(model: Any, windows: Windows, written: int) -> Windows:
-    """The windows with their last tokens drawn from the model, all windows at once, with the seed 0."""
+    """Return the windows with their last tokens sampled from the model, all windows in one batch, with seed 0."""
     kept = windows.tokens.shape[1] - written
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Step 9, what breaks: key biases by layer, and quantized caches of keys with and without them."""
+"""Step 9, failure analysis: key biases by layer, and quantized caches of keys with and without their biases."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def biases(
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
     names: Annotated[list[str], typer.Argument(help=f"Of {', '.join(QUANTIZERS)}.")],
 ) -> None:
-    """Measure each cache on the main text, keys as they are and without their bias; write all to OUT."""
+    """Measure each cache on the main text, with and without key biases; write the figures to OUT."""
     folder, texts = run.model().folder, MeasuredText.read_all(run.read("baseline"))
     texts = {MAIN_TEXT: texts[MAIN_TEXT]}
     model = load_model(folder, run.device, run.evaluated_dtype(folder))

@@ -1,4 +1,4 @@
-"""Step 7: fit each layer again after the compressed prefix; OVC of the values (the paper's), or of the output."""
+"""Step 7: refit each layer to inputs from the compressed layers before it: values (the paper's OVC), or output."""
 
 import typer
 
@@ -12,7 +12,7 @@ from stages.stored import Stored
 
 @stage
 def calibrate(run: Stage) -> None:
-    """Fit each layer again, as the method asks; write the final factors, in the basis of the cache."""
+    """Refit each layer as the method requires; write the final factors in the basis of the cache."""
     stored = Stored(run, run.precision)
     method = stored.method
     specs, windows = stored.specs(), run.read("sample").get("windows")
@@ -25,7 +25,7 @@ def calibrate(run: Stage) -> None:
             return LayerStart(stored.factors(index), stored.groups(index))
 
         def fitted(index: int) -> LayerRefit | None:
-            # Quantized value factors stand in another basis than they were fitted in.
+            # Quantized value factors are stored in a different basis than they were fitted in.
             if index not in store.finished or (method.refit == "values" and method.quantized):
                 return None
             figures = store.finished[index]

@@ -1,4 +1,4 @@
-"""Step 9c: one setting of the method, compressed from the pipeline's statistics and measured on its windows."""
+"""Step 9c: one setting of the method, compressed with the pipeline's statistics and measured on its windows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
-# What the pipeline's own checkpoint may have changed; a cell's method is as it is meant, but for what --set says.
+# Defaults of parameters that the pipeline's checkpoint may override; a cell uses them unless --set changes them.
 _AS_MEANT: dict[str, Any] = {
     **dict.fromkeys(("joint", "grouping", "allocation", "refit"), "auto"),
     "method": "loss-aware",
@@ -29,7 +29,7 @@ _AS_MEANT: dict[str, Any] = {
 
 @stage
 def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figures.")]) -> None:
-    """Compress as --set says and measure perplexity and bytes; write them to OUT."""
+    """Compress with the changes of --set; write perplexity and bytes to OUT."""
     setting = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in run.changes)}
     setting = {name.removeprefix("compression."): value for name, value in setting.items()}
     texts = MeasuredText.read_all(run.read("baseline"))
@@ -40,7 +40,7 @@ def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figur
 def latent_figures(
     run: Stage, setting: Mapping[str, Any], texts: Mapping[str, MeasuredText], progress: Callable[[], object]
 ) -> dict[str, Any]:
-    """Figures of the method with some of its parameters set, compressed from the pipeline's statistics."""
+    """Return the figures of the method with some parameters set, compressed with the pipeline's statistics."""
     model, parameters, rises = latent_model(run, setting)
     figures = {name: text.compare(model, run.params.evaluation, progress) for name, text in texts.items()}
     spec, method = LatentSpec.from_config(model.config), resolve_method(parameters)
@@ -51,7 +51,7 @@ def latent_figures(
         "bits": str(method.bits),
         "setting": dict(setting),
         **cell_figures(figures),
-        # Other metrics do not count in nats.
+        # Other metrics are not in nats.
         **({"predicted_rise_nats": sum(rises)} if method.metric == "loss" else {}),
         "cached_elements_per_token": spec.cached_elements_per_token,
         "bytes_per_token": spec.cached_bits_per_token / 8,
@@ -69,13 +69,13 @@ def latent_figures(
 
 
 def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:
-    """Parameters of a cell: what it sets, and of the file what no method is defined by."""
+    """Return a cell's parameters: its settings, method defaults, and the file's values for everything else."""
     given = {name: value for name, value in setting.items() if name in CompressionParams.model_fields}
     return CompressionParams.model_validate(own.model_dump() | _AS_MEANT | given)
 
 
 def latent_model(run: Stage, setting: Mapping[str, Any]) -> tuple[Any, CompressionParams, Sequence[float]]:
-    """The model compressed so, the parameters, and the rise of the loss that is predicted of each latent."""
+    """Return the model compressed with a setting, its parameters, and the predicted loss increase of each layer."""
     parameters = cell_parameters(run.params.compression, setting)
     stored, folder = Stored(run, run.precision), run.model().folder
     result = compress_layers(

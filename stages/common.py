@@ -1,4 +1,4 @@
-"""What every stage shares: its command line, parameters, stores, device, progress, timing, and one way to fail."""
+"""Functions shared by all stages: command line, parameters, stores, device, progress, timing and error handling."""
 
 import contextlib
 import inspect
@@ -50,24 +50,24 @@ T = TypeVar("T")
 
 
 class Stage:
-    """One running stage: its parameters and where its inputs and outputs are.
+    """One running stage: its parameters, and the folders of its inputs and outputs.
 
     Attributes
     ----------
     name, params, data, reports
         Name of the stage, all parameters, and the folders of stores and of reports.
     changes
-        What --set changed, as given.
+        Values of --set, as given.
     device : torch.device
-        Where it computes.
+        Device of the computation.
     """
 
     def __init__(self, name: str, params: Params, data: Path, reports: Path, changes: Sequence[str] = ()) -> None:
         self.name, self.params, self.data, self.reports, self.changes = name, params, data, reports, changes
         self.device = device_of(params.runtime.device)
-        # The first store read that is of calibration windows, and their digest.
+        # First store read that depends on calibration windows, and the digest of these windows.
         self._windows: tuple[Path, str] | None = None
-        self.resumed = False  # an interrupted run's layers were there
+        self.resumed = False  # whether layers of an interrupted run were reused
 
     def model(self) -> ModelReference:
         """Return the dense model that the model stage resolved."""
@@ -75,27 +75,27 @@ class Stage:
 
     @property
     def precision(self) -> str:
-        """Type of the calibration's matrix products on this device."""
+        """Precision of the calibration's matrix products on this device."""
         return resolve_precision(self.params.calibration.precision, self.device)
 
     def evaluated_dtype(self, folder: Path) -> torch.dtype:
-        """:func:`recalkv.model.source.evaluation_dtype` of a checkpoint here."""
+        """Return :func:`recalkv.model.source.evaluation_dtype` of a checkpoint on this device."""
         return evaluation_dtype(folder, self.params.evaluation.precision, self.device)
 
     def source(self, precision: str = "float32") -> "CheckpointSource":
-        """Open the dense model, layer by layer; ``precision`` matters to who runs the layers."""
-        # With it come transformers' models, which not every stage needs and which take seconds to import.
+        """Open the dense model, layer by layer; ``precision`` matters only to callers that run the layers."""
+        # This imports transformers' models, which takes seconds and which not every stage needs.
         from recalkv.model.layers import CheckpointSource
 
         return CheckpointSource(self.model().folder, self.device, precision)
 
     def layer_inputs(self, source: "LayerSource", windows: Tensor) -> LayerInputs:
-        """Inputs of the windows that the gradients are of, which whiten leaves in DATA/activations for fisher."""
+        """Return the layer inputs of the gradients' windows, which whiten leaves in DATA/activations for fisher."""
         samples, length = windows[:FISHER_WINDOWS].shape
         return LayerInputs(self.data / "activations", (samples, length, source.geometry.hidden), source.precision)
 
     def read(self, stage: str) -> StoreReader:
-        """Open another stage's store; refuses one from another model, or of other windows than those read before."""
+        """Open another stage's store; reject one of another model, or of other windows than earlier stores."""
         path = self.data / f"{stage}.zarr"
         store = open_store(path, stage, self.model().fingerprint)
         windows = store.windows
@@ -108,7 +108,7 @@ class Stage:
         return store
 
     def write(self, record: Mapping[str, Any]) -> contextlib.AbstractContextManager[StoreWriter]:
-        """Create this stage's own store; ``record`` are the parameters that determine it."""
+        """Create this stage's store; ``record`` holds the parameters that determine it."""
         path = self.data / f"{self.name}.zarr"
         return writing_store(path, self.name, self.model().fingerprint, record, self._windows_digest)
 
@@ -116,16 +116,16 @@ class Stage:
     def write_layers(
         self, record: Mapping[str, Any], inputs: Sequence[str], settings: Mapping[str, Any]
     ) -> Iterator[StoreWriter]:
-        """Create this stage's own store layer by layer, or go on with that of an interrupted run.
+        """Create this stage's store layer by layer, or continue the store of an interrupted run.
 
         Parameters
         ----------
         record
-            Recorded in the store.
+            Parameters recorded in the store.
         inputs
             Stages whose stores the content depends on.
         settings
-            Parameters that it depends on, plain JSON values.
+            Parameters that the content depends on, as plain JSON values.
         """
         path, model = self.data / f"{self.name}.zarr", self.model().fingerprint
         packages = (Path(recalkv.__file__).parent, Path(__file__).parent)
@@ -158,22 +158,22 @@ class Stage:
                 bar.update()
 
     def bar(self, total: int | None, unit: str) -> tqdm:
-        """Progress bar on standard error, to be moved by whoever does the work."""
+        """Return a progress bar on standard error, to be updated by the caller."""
         return tqdm(desc=self.name, total=total, unit=unit, file=sys.stderr, mininterval=1.0)
 
 
 def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> Callable[..., Any]:
     """Turn ``def NAME(run: Stage, ...)`` into the stage's command, with --params, --data, --reports and --set.
 
-    It checks the parameters first, turns user errors into exit code 1, and prints seconds and memory of this run;
-    REPORTS/timings.json keeps those of the default run, or of any in other folders.
+    The command checks the parameters first, turns user errors into exit code 1, and prints the time and memory of this
+    run; REPORTS/timings.json keeps those of default runs, and of runs with --set in another reports folder.
 
     Parameters
     ----------
     body
-        Further arguments become options and arguments of the command.
+        Function of the stage; its further arguments become options and arguments of the command.
     default
-        Whether it belongs to the default run, which --set does not change.
+        Whether the stage belongs to the default run, which uses no --set.
     """
     if body is None:
         return lambda function: stage(function, default=default)
@@ -191,7 +191,7 @@ def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> C
             loaded = load_params(params, changes or ())
             run = Stage(name, loaded, data, reports, changes or ())
             body(run, **further)
-            # Runs with other parameters keep theirs where they are told to; those that did only a part, nowhere.
+            # Changed runs record their timing only in another reports folder; resumed (partial) runs never do.
             kept = default and not run.resumed and (not run.changes or reports != Path("reports"))
             _record_timing(run, time.perf_counter() - started, _cpu_seconds() - cpu_started, kept)
 
@@ -206,13 +206,13 @@ def stage(body: Callable[..., None] | None = None, *, default: bool = True) -> C
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write sorted, indented JSON, whole or not at all."""
+    """Write sorted, indented JSON atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float, kept: bool) -> None:
-    """Print this run's cost, and keep it in REPORTS/timings.json, which is no output: nothing reruns for it."""
+    """Print this run's cost and record it in REPORTS/timings.json, which is not a DVC output: it causes no reruns."""
     timing = {"wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds, "peak_resident_mib": peak_resident_mib()}
     on_device = peak_device_mib(run.device)
     if on_device is not None:
@@ -226,6 +226,6 @@ def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float, kept: bo
 
 
 def _cpu_seconds() -> float:
-    """CPU time of this process and of the finished ones that it started."""
+    """Return the CPU time of this process and of its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

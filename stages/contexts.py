@@ -1,4 +1,4 @@
-"""Step 9, long texts: divergence from the dense model by position, of codecs fitted for several contexts."""
+"""Step 9, long texts: divergence from the dense model by position, for codecs fitted to several context lengths."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def contexts(
     codecs: Annotated[list[Path], typer.Option("--codec", help="A side-car; repeatable.")],
     names: Annotated[list[str], typer.Option("--quantizer", help="A quantized cache; repeatable.")],
 ) -> None:
-    """Read one text by each cache; write the divergence between powers of two of the position to OUT."""
+    """Read one text with each cache; write the mean divergence between power-of-two positions to OUT."""
     from transformers import AutoTokenizer
 
     folder = run.model().folder
@@ -67,7 +67,7 @@ def contexts(
 
 
 def _states(model: Any, ids: Tensor) -> Tensor:
-    """Last hidden states, (tokens, hidden)."""
+    """Return the last hidden states, (tokens, hidden)."""
     states: Tensor = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[0]
     return states
 

@@ -1,4 +1,4 @@
-"""Step 9b: the compressed checkpoint's perplexity, live cache and sample texts beside the dense model's."""
+"""Step 9b: perplexity, live cache and sample texts of the compressed checkpoint, compared with the dense model."""
 
 import platform
 from importlib.metadata import version
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _environment(run: Stage, checkpoint: Path, spec: LatentSpec) -> dict[str, str]:
-    """Where the figures come from: strings, so not metrics."""
+    """Return the environment of the figures; its values are strings, so it is not part of the metrics."""
     packages = {name: version(name) for name in ("torch", "transformers", "zarr", "dvc")}
     return {
         "device": device_name(run.device),

@@ -1,4 +1,4 @@
-"""Step 6: grouped SVD of the keys, and of the values, or of both as one."""
+"""Step 6: grouped SVD of the keys and of the values, or of both jointly."""
 
 import typer
 

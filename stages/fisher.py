@@ -1,4 +1,4 @@
-"""Step 3: Fisher information of every key and value projection, and the moments of the loss-aware metric."""
+"""Step 3: Fisher information of all key and value projections, and the moments of the loss-aware metric."""
 
 import typer
 
@@ -13,12 +13,12 @@ from stages.common import Stage, stage
 
 @stage
 def fisher(run: Stage) -> None:
-    """Score all projections in one backward pass over the calibration windows; removes the layers' inputs."""
+    """Score all projections in one backward pass over the calibration windows; remove the layers' inputs."""
     windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     used = windows[:FISHER_WINDOWS]
     inputs, moments = run.layer_inputs(source, windows), run.read("whiten").digest
     if not inputs.are_of(moments):
-        # Whole batches, as whiten has them: the same matrix products, the same bytes.
+        # Whole batches as in whiten: the same matrix products give bitwise identical inputs.
         whole = windows[: -(-len(used) // wanted.batch_size) * wanted.batch_size]
         again = collect_input_moments(source, whole, wanted.batch_size, inputs)
         with telling_full_disk(run.data, "calibrate on fewer or shorter windows (calibration.samples, length)"):

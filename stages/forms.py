@@ -1,4 +1,4 @@
-"""Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and the quantized caches."""
+"""Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and quantized caches."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ HELP = (
     "codec-BITS, codec-per-head-BITS, latents-BITS (mixed), recalkv-BITS and palu-BITS (16-bit latents of so many bits "
     f"a number), or one of {', '.join(QUANTIZERS)}."
 )
-# What decides a form's figures: stores, sections of the parameters, and code.
+# What the figures of a cache form depend on: stores, sections of the parameters, and code.
 _STORES = {"codec": ("moments",), "latents": ("sample", "whiten", "fisher")}
 _SECTIONS = {"latents": ("calibration", "compression")}
 _CODE = {
@@ -32,13 +32,13 @@ _CODE = {
     "codec": ("cache", "codec", "method", "model", "runtime", "trellis"),
     "latents": ("cache", "compression.py", "evaluation/streamed.py", "method", "model", "statistics", "trellis"),
 }
-# How they are called: what a name means, and what is recorded.
+# Code that calls these: the meaning of a name, and what is recorded.
 _CALLS = ("cell.py", "codec_cell.py", "forms.py", "quantizer.py", "stored.py", "stored_codec.py")
 _FORM = re.compile(r"(codec(?:-per-head)?|latents|recalkv|palu)-(\d+(?:\.\d+)?)")
 
 
 def form_of(name: str) -> tuple[str, float]:
-    """Form and bits of a name; ``quantizer`` and 0 for a quantized cache.
+    """Return the cache form and bits of a name; ``quantizer`` and 0 for a quantized cache.
 
     Raises
     ------
@@ -54,22 +54,22 @@ def form_of(name: str) -> tuple[str, float]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse an unknown name before anything is measured."""
+    """Reject an unknown name before anything is measured."""
     for name in names:
         form_of(name)
 
 
 def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[str, Any], stores: Sequence[str]) -> str:
-    """Digest of all that decides the figures of a form, or of ``dense``.
+    """Return a digest of everything that determines the figures of a cache form, or of ``dense``.
 
     Parameters
     ----------
     code
-        Files and folders of the package that measure.
+        Files and folders of the package that perform the measurement.
     settings
-        What is measured and how.
+        Settings of the measurement.
     stores
-        Stores that it is measured on.
+        Stores that the measurement reads.
     """
     form = "dense" if name == "dense" else form_of(name)[0]
     kind = "codec" if form.startswith("codec") else form if form in ("dense", "quantizer") else "latents"
@@ -89,16 +89,16 @@ def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[st
 
 
 def latent_setting(form: str, bits: float) -> dict[str, Any]:
-    """Parameters of ``compression`` that a form of latents sets."""
+    """Return the parameters of ``compression`` that a form of latents sets."""
     ratio = {"ratio": 1 - bits / 16}
     return ratio | ({"bits": "mixed"} if form == "latents" else {"bits": 16, "method": form})
 
 
 @contextlib.contextmanager
 def opened(run: Stage, name: str, one_pass: bool = False) -> Iterator[tuple[Any, Callable[[], Any] | None]]:
-    """A model that caches in a form, or ``dense``; and what makes its cache to decode with, or None for its own.
+    """Open a model with a form of cache, or ``dense``; yields it and a cache factory, None for its default cache.
 
-    With ``one_pass``, a quantized cache is simulated where the model reads whole texts without one.
+    With ``one_pass``, a quantized cache is simulated while the model reads whole texts without a cache.
     """
     folder = run.model().folder
     form, bits = ("dense", 16.0) if name == "dense" else form_of(name)

@@ -1,4 +1,4 @@
-"""Step 9, all methods and quantizers on one page: divergence from the dense model by bits per element."""
+"""Step 9: all methods and quantizers on one page, divergence from the dense model by bits per element."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def frontier(
 
 
 def _rows(folder: Path, text: str) -> list[Row]:
-    """Rows of a folder's cells, by falling bits."""
+    """Return the rows of a folder's cells, by decreasing bits."""
     cells = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     rows = [row for name, cell in cells.items() for row in rows_of(name, cell, text)]
     return sorted(rows, key=lambda row: (-row["bits_per_element"], row["method"], row["text"]))

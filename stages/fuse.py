@@ -19,7 +19,7 @@ def fuse(run: Stage) -> None:
     source, refitted = stored.source, run.read("calibrate")
     permutations = [stored.permutation(index) for index in range(source.num_layers)]
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
-    # Statistics may be of another machine, where the parameter leaves it to that.
+    # The statistics may come from another machine, on which `auto` chose another precision.
     precision = run.read("whiten").attributes["parameters"]["precision"]
     calibration = run.params.calibration.model_copy(update={"precision": precision})
     latents = stored_latents(source, stored.specs(), permutations, wanted, provenance, calibration)

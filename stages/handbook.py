@@ -1,4 +1,4 @@
-"""Texts in several languages: the Debian handbook, which the package of that name holds in twenty-six."""
+"""Texts in several languages: the Debian handbook, which its Debian package contains in twenty-six languages."""
 
 import json
 from html.parser import HTMLParser
@@ -9,7 +9,7 @@ import typer
 
 
 class _Paragraphs(HTMLParser):
-    """Text of the elements ``<div class="para">``, one after the other."""
+    """Texts of the elements ``<div class="para">``, in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def handbook(
     out: Annotated[Path, typer.Argument(help="Folder of the texts.")],
     pages: Annotated[list[Path], typer.Argument(help="Folders of HTML, each named after its language.")],
 ) -> None:
-    """Write each language's sections to OUT/LANGUAGE.train.jsonl and, every other one, OUT/LANGUAGE.test.jsonl."""
+    """Write each language's sections alternately to OUT/LANGUAGE.train.jsonl and OUT/LANGUAGE.test.jsonl."""
     out.mkdir(parents=True, exist_ok=True)
     for folder in pages:
         sections = [_text(page) for page in sorted(folder.glob("sect.*.html"))]
@@ -49,7 +49,7 @@ def handbook(
 
 
 def _text(page: Path) -> str:
-    """Paragraphs of a page, one a line."""
+    """Return the paragraphs of a page, one per line."""
     paragraphs = _Paragraphs(page.read_text(encoding="utf-8")).texts
     return "\n".join(" ".join(each.split()) for each in paragraphs if each.strip())
 

@@ -1,4 +1,4 @@
-"""Step 9e: how long a decoding step takes, dense beside compressed: one attention module, and the whole model."""
+"""Step 9e: time of a decoding step, dense and compressed, for one attention module and for the whole model."""
 
 import json
 
@@ -11,7 +11,7 @@ from stages.common import Stage, stage, write_json
 
 @stage
 def latency(run: Stage) -> None:
-    """Time decoding; write REPORTS/latency.json, latency_rows.json (a record a comparison) and latency.png."""
+    """Time decoding; write REPORTS/latency.json, latency_rows.json (one record per comparison) and latency.png."""
     from transformers import AutoConfig
 
     from recalkv.model.modeling import register

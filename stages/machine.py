@@ -1,4 +1,4 @@
-"""What times depend on: the latency stage follows it, so that a clone on another machine measures its own."""
+"""The machine, which times depend on: an input of the latency stage, so that another machine measures again."""
 
 import torch
 import typer
@@ -9,7 +9,7 @@ from stages.common import Stage, stage, write_json
 
 @stage
 def machine(run: Stage) -> None:
-    """Write DATA/machine.json: the processor or GPU, and the threads of torch."""
+    """Write DATA/machine.json: the processor or GPU, and torch's number of threads."""
     write_json(run.data / "machine.json", {"device": device_name(run.device), "threads": torch.get_num_threads()})
 
 

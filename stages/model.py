@@ -1,4 +1,4 @@
-"""Inputs: find the dense model and, for the embedded default, convert it to safetensors."""
+"""Inputs: find the dense model; the embedded default is converted to safetensors."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""Real models on one page: our two forms, the paper's methods, and the caches that engines ship, by their bits."""
+"""Real models on one page: codec, latents, the paper's methods, and caches that engines ship, by bits."""
 
 import json
 from dataclasses import replace
@@ -21,9 +21,9 @@ from stages.common import Stage, stage, write_json
 
 @stage(default=False)
 def models_page(run: Stage) -> None:
-    """Gather the cells of all models; write REPORTS/models.json, models.md, and a picture of each in models/.
+    """Gather the cells of all models; write REPORTS/models.json, models.md, and a plot of each model in models/.
 
-    Cells that are not here, and suites and settings whose files are not, stay as an earlier run measured them.
+    Results whose files are missing (cells, suites, settings) are kept from an earlier run.
     """
     path = run.reports / "models.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"models": {}}
@@ -45,21 +45,21 @@ def models_page(run: Stage) -> None:
 
 
 def _beside(earlier: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:
-    """A model's cells and times here over those of an earlier run."""
+    """Merge a model's cells and timings into those of an earlier run."""
     rows = {(row["method"], row["text"]): row for row in [*(earlier or {}).get("rows", ()), *own["rows"]]}
     ordered = sorted(rows.values(), key=lambda row: (-row["bits_per_element"], row["method"], row["text"]))
     return own | {"rows": ordered, "timings": (earlier or {}).get("timings", {}) | own["timings"]}
 
 
 def _merged(earlier: Any, own: Any) -> Any:
-    """What is here now over what was, key by key; the record of a measurement is whole."""
+    """Merge new results into earlier ones, key by key; the record of one measurement is replaced as a whole."""
     if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items", "texts"}:
         return own
     return earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}
 
 
 def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Answers of an earlier run, but for suites whose differences are from other scores of the dense model."""
+    """Return an earlier run's answers, without suites in which the dense model's scores have changed since."""
     return {
         model: {
             suite: caches
@@ -75,7 +75,7 @@ def _scores(caches: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
-    """What is known of one model, whose cells are in a folder of its name."""
+    """Return the results of one model, whose cells are in a folder of its name."""
     own, text = run.data / "models" / cells.name, public_name(run.params.evaluation.text)
     config = AutoConfig.from_pretrained(own / "checkpoint", trust_remote_code=False)
     tokens = list(cached_tokens(SimpleNamespace(config=config), CONTEXT).values())
@@ -100,7 +100,7 @@ def _model(run: Stage, cells: Path) -> dict[str, Any]:
 
 
 def _further(run: Stage) -> dict[str, dict[str, Any]]:
-    """What was measured of some of the models, by kind and model."""
+    """Return results that exist for some models only, by kind and model."""
     cells, text = run.data / "cells", public_name(run.params.evaluation.text)
     found: dict[str, dict[str, Any]] = {
         kind: {path.stem: json.loads(path.read_text()) for path in sorted((cells / kind).glob("*.json"))}
@@ -127,7 +127,7 @@ def _further(run: Stage) -> dict[str, dict[str, Any]]:
 
 
 def _perplexities(name: str, cell: dict[str, Any]) -> dict[str, Any]:
-    """Perplexities of a cell whose main text is WikiText-2."""
+    """Return the perplexities of a cell whose main text is WikiText-2."""
     further = {Path(text).stem: figures for text, figures in cell["further_texts"].items()}
     main = cell | {"dense": cell["perplexity_dense"], "compressed": cell["perplexity"]}
     return {
@@ -141,7 +141,7 @@ def _perplexities(name: str, cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(answers: dict[str, Any]) -> dict[str, Any]:
-    """Mean scores by cache and task, and differences from the dense model on the same, the first, items."""
+    """Return mean scores by cache and task, and differences from the dense model on the same (first) items."""
     dense = answers["dense"]
     found: dict[str, Any] = {}
     for name, own in answers.items():
@@ -162,13 +162,13 @@ def compared(answers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, Any]:
-    """Cells of a folder, the dense model's first."""
+    """Return the cells of a folder, the dense model's first."""
     cells = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return dict(sorted(cells.items(), key=lambda each: each[0] != "dense"))
 
 
 def _bits(name: str, cell: dict[str, Any], tokens: list[int], head_dim: int) -> float:
-    """Bits of a cached number of a sequence of :data:`CONTEXT` tokens, of which layers with windows cache some."""
+    """Return bits per cached element at :data:`CONTEXT` tokens, of which sliding-window layers cache only some."""
     if name in QUANTIZERS:
         rounding = quantizer(name, head_dim)
         rounded, rounding = rounding.layers(len(tokens)), replace(rounding, exact_layers=0)

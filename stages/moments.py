@@ -1,4 +1,4 @@
-"""Codec, step 1: moments of keys and values, and of the gradients there, with labels that the model draws."""
+"""Codec, step 1: moments of keys and values, and of their gradients, with labels sampled from the model."""
 
 import torch
 import typer
@@ -13,10 +13,10 @@ from stages.common import Stage, stage
 
 @stage
 def moments(run: Stage) -> None:
-    """Take the moments of all layers at the attention function, forward and backward over the first windows."""
+    """Collect all layers' moments at the attention function, forward and backward over the first windows."""
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
-    # Weights of 16 bits would round keys on a CPU as well; its products are of calibration.precision.
+    # On a CPU, 16-bit weights would also round the keys; its matrix products use calibration.precision.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)

@@ -1,4 +1,4 @@
-"""Step 9e: numbers hidden in long texts, asked of one model by one form of cache."""
+"""Step 9e: needle in a haystack, numbers hidden in long texts, for one model with one form of cache."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def needle(
     out: Annotated[Path, typer.Argument(help="File of the scores.")],
     name: Annotated[str, typer.Argument(help=f"dense, {HELP}")],
 ) -> None:
-    """Ask for the numbers of every length and depth; write the score of each to OUT, unless the same is there."""
+    """Ask for the numbers at every length and depth; write the scores to OUT, unless they are up to date."""
     from transformers import AutoConfig, AutoTokenizer
 
     if name != "dense":
@@ -55,7 +55,7 @@ def needle(
 
 
 def _bits_per_element(model: Any, name: str) -> float:
-    """Bits of a cached number over a context of so many tokens as others are counted at."""
+    """Return bits per cached element at the context length that is used for other caches."""
     context, codec = CONTEXTS[0], codec_of(model)
     if codec is not None:
         return codec.bits_per_element(context)

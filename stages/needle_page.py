@@ -1,4 +1,4 @@
-"""Step 9e: what all models found of the numbers hidden in long texts, as one table and one picture."""
+"""Step 9e: needle-in-a-haystack results of all forms of cache, as one table and one plot."""
 
 import json
 
@@ -14,7 +14,7 @@ from stages.common import Stage, stage, write_json
 def needle_page(run: Stage) -> None:
     """Gather DATA/cells/needle; write REPORTS/suites/needle.json (`rows`, `places`), needle.md and needle.png.
 
-    Forms of cache that are not there stay as an earlier run measured them.
+    Forms of cache without cells are kept from an earlier run.
     """
     cells = {path.stem: json.loads(path.read_text()) for path in (run.data / "cells/needle").glob("*.json")}
     folder = run.reports / "suites"

@@ -21,7 +21,7 @@ def quantizer(
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(QUANTIZERS)}.")],
 ) -> None:
-    """Measure the dense model over a quantized cache; write its figures to OUT."""
+    """Measure the dense model with a quantized cache; write its figures to OUT."""
     folder = run.model().folder
     model = load_model(folder, run.device, run.evaluated_dtype(folder))
     texts = MeasuredText.read_all(run.read("baseline"))
@@ -37,7 +37,7 @@ def quantizer_figures(
     progress: Callable[[], object],
     of_layer: Callable[[int, CacheQuantizer], CacheQuantizer] = lambda _, rounding: rounding,
 ) -> dict[str, Any]:
-    """Figures of a dense model over a quantized cache (:mod:`recalkv.evaluation.quantized_cache`)."""
+    """Return the figures of a dense model with a quantized cache (:mod:`recalkv.evaluation.quantized_cache`)."""
     known, wanted = check_supported(model.config), run.params.evaluation
     rounding = quantizers.quantizer(name, known.head_dim)
     with quantized_cache(model, rounding, of_layer):

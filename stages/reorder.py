@@ -1,4 +1,4 @@
-"""Step 5: CKA similarity of key heads, and which heads share a latent (HSR)."""
+"""Step 5: CKA similarity of key heads, and groups of heads that share a latent (HSR)."""
 
 import torch
 import typer

@@ -1,4 +1,4 @@
-"""Step 10: one page and its pictures from what the other stages left."""
+"""Step 10: one page and its plots from the results of the other stages."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from stages.stored import Stored
 
 @stage
 def report(run: Stage) -> None:
-    """Write REPORTS/README.md, its figures, the comparison of methods, and the records that `dvc plots` shows."""
+    """Write REPORTS/README.md, its plots, the comparison of methods, and the records that `dvc plots` shows."""
     facts = _gather(run)
     plots.draw_report(run.reports / "figures", facts.layers, facts.groupings)
     write_json(run.reports / "plots" / "layers.json", facts.layers)
@@ -63,7 +63,7 @@ def _gather(run: Stage) -> Facts:
 def _comparison(
     stored: Stored, run: Stage, metrics: dict[str, Any], cells: list[dict[str, Any]], predicted: float
 ) -> dict[str, Any]:
-    """Every method at the same bytes: the cells, and the pipeline's own checkpoint."""
+    """Compare all methods at the same bytes: the cells, and the pipeline's checkpoint."""
     wanted, ppl, allocation = (
         run.params.compression,
         metrics["perplexity"],

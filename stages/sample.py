@@ -1,4 +1,4 @@
-"""Step 1: draw calibration windows and freeze their token ids."""
+"""Step 1: sample calibration windows and store their token ids."""
 
 import typer
 
@@ -8,7 +8,7 @@ from stages.common import Stage, stage
 
 @stage
 def sample(run: Stage) -> None:
-    """Draw calibration.samples windows of calibration.length tokens from calibration.text, by seed."""
+    """Sample calibration.samples windows of calibration.length tokens from calibration.text, by seed."""
     from transformers import AutoConfig
 
     wanted, folder = run.params.calibration, run.model().folder

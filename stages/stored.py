@@ -1,4 +1,4 @@
-"""Read what earlier stages stored, layer by layer, as the types that the method works with."""
+"""Read the stores of earlier stages, layer by layer, as the types that the method uses."""
 
 import functools
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Stored:
     run
         The running stage.
     precision
-        Of the matrix products, where it runs layers.
+        Precision of the matrix products when layers are run.
     """
 
     def __init__(self, run: Stage, precision: str = "float32") -> None:
@@ -43,34 +43,34 @@ class Stored:
 
     @functools.cached_property
     def method(self) -> Method:
-        """The method of the parameter file; a cell resolves its own."""
+        """The method of the parameter file; cells resolve theirs separately."""
         return resolve_method(self._parameters, self.source.geometry.kv_heads)
 
     def inputs(self, index: int) -> InputMoments:
-        """Moments of one layer's inputs, where it is computed."""
+        """Return the moments of one layer's inputs, on the compute device."""
         whiten, name, device = self._read("whiten"), layer_name(index), self.source.device
         tokens: int = whiten.attributes["parameters"]["tokens"]
         return InputMoments(whiten.get(f"{name}/gram").to(device), whiten.get(f"{name}/mean").to(device), tokens)
 
     def statistics(self, index: int) -> LayerStatistics:
-        """Statistics of one layer, where it is computed."""
+        """Return the statistics of one layer, on the compute device."""
         moments = get_loss_moments(self._read("fisher"), layer_name(index), self.source.device)
         return LayerStatistics(self.inputs(index), moments)
 
     def scores(self) -> FisherScores:
-        """Fisher scores of all layers."""
+        """Return the Fisher scores of all layers."""
         return FisherScores(self._read("fisher").get("key"), self._read("fisher").get("value"))
 
     def problem(self, index: int) -> LayerProblem:
-        """Weights and statistics of one layer, with the method."""
+        """Return the weights and statistics of one layer, with the method."""
         return LayerProblem.of(self.source, index, self.statistics(index), self.method)
 
     def permutation(self, index: int) -> list[int]:
-        """Permutation of one layer's KV heads."""
+        """Return the permutation of one layer's KV heads."""
         return self._read("reorder").get(f"{layer_name(index)}/permutation").tolist()
 
     def groups(self, index: int) -> list[list[int]]:
-        """Key heads of each group: the permutation, cut into groups."""
+        """Return the key heads of each group: the permutation, split into groups."""
         left, groups = self.permutation(index), []
         for size in group_sizes(len(left), self.method.group_size):
             groups.append(left[:size])
@@ -78,11 +78,11 @@ class Stored:
         return groups
 
     def grouping(self, index: int) -> HeadGrouping:
-        """Groups of one layer, and the similarity of its heads."""
+        """Return the groups of one layer, and the similarity of its heads."""
         return HeadGrouping(self._read("reorder").get(f"{layer_name(index)}/similarity"), self.groups(index))
 
     def specs(self) -> list[LayerSpec]:
-        """Ranks and bits of all layers."""
+        """Return the ranks and bits of all layers."""
         store, joint = self._read("allocate"), self.method.joint
         ranks = zip(store.get("key").tolist(), store.get("value").tolist(), strict=True)
         if not self.method.quantized:
@@ -94,7 +94,7 @@ class Stored:
         ]
 
     def factors(self, index: int) -> LayerFactors:
-        """Factors of one layer as the factorize stage left them."""
+        """Return the factors of one layer from the factorize stage's store."""
         store, name = self._read("factorize"), layer_name(index)
         keys, values = get_factors(store, f"{name}/key"), get_factors(store, f"{name}/value")
         errors = (float(store.get(part)[index]) for part in ("error_key", "error_value", "predicted_rise"))
@@ -103,18 +103,18 @@ class Stored:
     def refit(
         self, store: StoreReader | StoreWriter, index: int, error_before: float = 0.0, error_after: float = 0.0
     ) -> LayerRefit:
-        """Final factors of one layer, from the calibrate stage's store."""
+        """Return the final factors of one layer from the calibrate stage's store."""
         reader, name = store if isinstance(store, StoreReader) else store.reader(), layer_name(index)
         keys, values = get_factors(reader, f"{name}/key"), get_factors(reader, f"{name}/value")
         return LayerRefit(keys, values, reader.find(f"{name}/output"), error_before, error_after)
 
 
 def segment_widths(segments: Sequence[Sequence[Segment]]) -> Tensor:
-    """Latents of each group in each of :data:`recalkv.trellis.codes.BITS`, falling; (groups, numbers of bits) int64."""
+    """Count latents by group and entry of :data:`recalkv.trellis.codes.BITS`, decreasing: (groups, entries) int64."""
     widths = [[sum(own.width for own in group if own.bits == bits) for bits in _FALLING] for group in segments]
     return torch.tensor(widths, dtype=torch.int64).reshape(-1, len(_FALLING))
 
 
 def _segments(widths: Sequence[Sequence[int]]) -> list[list[Segment]]:
-    """Undo :func:`segment_widths`."""
+    """Invert :func:`segment_widths`."""
     return [[Segment(width, bits) for width, bits in zip(group, _FALLING, strict=True) if width] for group in widths]

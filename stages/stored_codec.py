@@ -1,4 +1,4 @@
-"""Build a codec from the moments that the stage of that name stored."""
+"""Build a codec from the store of the moments stage."""
 
 from recalkv.codec.fit import build_codec
 from recalkv.codec.sidecar import Codec
@@ -8,7 +8,7 @@ from stages.common import Stage
 
 
 def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
-    """Codec of so many bits, and KV heads per code; None for as many as are worth it."""
+    """Build a codec of ``bits`` bits per element and ``heads`` KV heads per code; None for the default number."""
     store = run.read("moments")
     known = store.attributes["parameters"]
     tokens = {int(index): count for index, count in known["tokens"].items()}

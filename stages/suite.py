@@ -1,4 +1,4 @@
-"""Step 9d: a suite of tasks (zeroshot, longbench), dense beside compressed, on the same items."""
+"""Step 9d: a suite of tasks (zeroshot, longbench), dense and compressed models on the same items."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""A grid's cells as one table and one picture."""
+"""A grid's cells as one table and one plot."""
 
 import json
 from pathlib import Path

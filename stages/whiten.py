@@ -1,4 +1,4 @@
-"""Step 2: whitening statistics, the Gram matrix and mean of each layer's attention input."""
+"""Step 2: whitening statistics, the Gram matrix and the mean of each layer's attention input."""
 
 import sys
 
@@ -14,7 +14,7 @@ from stages.common import Stage, stage
 def whiten(run: Stage) -> None:
     """Collect C = X^T X / N and the mean input of every layer in one forward pass over the windows.
 
-    The layers' inputs are left in DATA/activations for the fisher stage, which removes them.
+    The layers' inputs are kept in DATA/activations for the fisher stage, which removes them.
     """
     windows, source, wanted = run.read("sample").get("windows"), run.source(run.precision), run.params.calibration
     hidden = source.geometry.hidden
@@ -35,7 +35,7 @@ def whiten(run: Stage) -> None:
                 store.put(f"{layer_name(index)}/gram", moments.gram)
                 store.put(f"{layer_name(index)}/mean", moments.mean)
                 store.finish(index)
-        # Inputs that an interrupted run left behind are not known to be of these windows.
+        # Inputs left by an interrupted run are not known to belong to these windows.
         if not run.resumed:
             keep.sign(store.digest(), len(source.attention_types))
 

@@ -11,14 +11,14 @@ import benchmarks.gpu
 from benchmarks.gpu.packages import unpack_missing
 
 BUDGETS = {"codec": 240.0, "smoke": 420.0, "kernels": 520.0, "models": 480.0}
-"""Seconds of each part: within ten minutes each, where a command may take no longer."""
+"""Time budget of each part in seconds, below the ten minutes that some machines allow per command."""
 
 NEEDED = ("pydantic", "zarr", "pytest")
-"""What an image with torch, triton and transformers may lack."""
+"""Packages that an image with torch, triton and transformers may lack."""
 
 
 def main() -> int:
-    """Run parts, or make the page; 1 where a step failed."""
+    """Run parts, or write the page; return 1 if a step failed."""
     if sys.argv[1:2] == ["child"]:
         from benchmarks.gpu.runner import child
 

@@ -1,9 +1,9 @@
-"""One attention over rows of the codec, beside torch's and FlashInfer's over a dense static cache.
+"""Attention over rows of the codec, compared with attention of torch and FlashInfer over a dense static cache.
 
-Both sides are the attention alone, without projections, as a CUDA graph over caches that together are larger than the
-level-2 cache. The codec's has the products that take queries to codes and outputs back, and not its exact window.
-Packing the new tokens' rows is timed by itself.
-Before it is timed the first sequence is compared with plain torch.
+Both sides are timed without projections, as a CUDA graph over several caches that together exceed the L2 cache. The
+codec's time includes the transforms of queries into code space and of outputs back, but not its exact window. Packing
+the new tokens' rows is timed separately.
+Before timing, the first sequence is compared with plain torch.
 """
 
 import functools
@@ -35,7 +35,7 @@ _PIECE = 64 * TILE
 
 
 def random_layer(shape: AttentionGeometry) -> LayerCodec:
-    """A layer of 4 bits a number, in codes of 2, 4 and 8 bits; its bases are random rotations."""
+    """Return a layer of 4 bits per element, in codes of 2, 4 and 8 bits; its bases are random rotations."""
     size = heads_per_code(shape.kv_heads, shape.head_dim)
     width, groups = size * shape.head_dim, shape.kv_heads // size
     segments = Segment(width // 8, 8), Segment(width * 5 // 8, 4), Segment(width // 4, 2)
@@ -50,7 +50,7 @@ def random_layer(shape: AttentionGeometry) -> LayerCodec:
 
 
 class CodecStep:
-    """Attention of one token a sequence over rows of one layer, all of whose slots are there."""
+    """Attention of one token per sequence over a full cache of one layer's rows."""
 
     def __init__(self, shape: AttentionGeometry, setting: Setting) -> None:
         self.layer, device = random_layer(shape), setting.device
@@ -58,18 +58,18 @@ class CodecStep:
         codes = (code for pair in zip(self.layer.keys, self.layer.values, strict=True) for code in pair)
         rows = torch.cat([pack(torch.randn(_PIECE, code.width), code.segments) for code in codes], -1)
         self.tiles = tiled(rows).to(device)
-        # As many as a cache has; its last tile is full.
+        # Lengths of full caches by number of tiles; the last tile is full.
         self.lengths: dict[int, Tensor] = {}
         self.first = torch.zeros(_MOST_BATCH, dtype=torch.int32, device=device)
 
     def cache(self, context: int, batch: int) -> Tensor:
-        """A full cache, in memory of its own."""
+        """Return a full cache in newly allocated memory."""
         count = -(-context // TILE)
         self.lengths.setdefault(count, self.first + count * TILE)
         return self.tiles.repeat(-(-count // len(self.tiles)), 1, 1)[:count].repeat(batch, 1, 1, 1)
 
     def __call__(self, attend: Callable[..., Any], rows: Tensor, query: Tensor) -> Tensor:
-        """Outputs (batch, heads, d) of queries."""
+        """Return the outputs (batch, heads, d) of queries."""
         first, length = self.first[: len(query)], self.lengths[rows.shape[1]][: len(query)]
         places = first, length, first
         output, _ = attend_rows(self.layer, rows, query[:, :, None], *places, self.scale, None, attend)
@@ -77,9 +77,9 @@ class CodecStep:
 
 
 class CodecModule(nn.Module):
-    """A dense layer's step in the place of its attention module, over a cache of rows.
+    """Decode step over a cache of rows, in place of a dense layer's attention module.
 
-    The new token is not packed; its row is one of those that are there.
+    The new token is not packed; its row is in the cache already.
     """
 
     def __init__(self, attention: Any, step: CodecStep) -> None:
@@ -92,7 +92,7 @@ class CodecModule(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        """Attend one token; ``position_embeddings`` are those of :func:`benchmarks.gpu.kernels.signed`."""
+        """Attend from one token; ``position_embeddings`` come from :func:`benchmarks.gpu.kernels.signed`."""
         from recalkv.runtime import cuda, triton_decode
 
         attention = (cuda if hidden_states.is_cuda else triton_decode).coded_attention
@@ -105,7 +105,7 @@ class CodecModule(nn.Module):
 
 @torch.no_grad()
 def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emit) -> None:
-    """Time the codec's attention and dense ones."""
+    """Time the attention of the codec and of dense caches."""
     from recalkv.runtime import cuda, triton_decode
 
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
             name = f"codec, {geometry}, {way}"
             told(what="wrong", error=f"{error:.3g}", failed=[f"{name}: off by {error:.3g}, limit {_TOLERANCE}"])
             continue
-        # Triton's, several times as slow, where a caller falls back on it: of each geometry once a context.
+        # Triton, the fallback, is several times as slow: once CUDA is timed, time it at batch 1 only.
         if way == "triton" and batch > 1 and "cuda_us" in found:
             continue
         calls = [functools.partial(step, attention, cache, query) for cache in caches]
@@ -144,7 +144,7 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
 
 
 def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setting, emit: Emit) -> dict[str, Any]:
-    """Name and microseconds of torch's fastest attention, and of FlashInfer's where it is installed."""
+    """Return name and microseconds of torch's fastest attention, and FlashInfer's time if it is installed."""
     batch = len(query)
     size = 2 * batch * context * shape.kv_heads * shape.head_dim * query.element_size()
     if not fits(size, setting, emit):
@@ -175,7 +175,7 @@ def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setti
 
 
 def steps(setting: Setting) -> list[Step]:
-    """In order of worth."""
+    """List the steps, the most important first."""
     if setting.kind == "none":
         return []
     names, places = (CODED[:1], ((40, 1),)) if setting.tiny else (CODED, PLACES)

@@ -1,8 +1,8 @@
-"""One decoding step of one attention module: kernels over latents beside the fastest dense attention of torch.
+"""One decode step of one attention module: kernels over latents compared with torch's fastest dense attention.
 
-Caches are full but for the last slot, which every step writes again; projections are included on all sides; a step is
-a CUDA graph over caches that together are larger than the level-2 cache. Before a step is timed its output for the
-first sequence is compared with plain torch.
+Caches are full except for the last slot, which every step overwrites; all sides include projections; a step is a CUDA
+graph over several caches that together exceed the L2 cache. Before a step is timed, its output for the first sequence
+is compared with plain torch.
 """
 
 import copy
@@ -30,38 +30,38 @@ BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.E
 _PIECE = 1024
 _LARGE = 1 << 32
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
-"""Largest difference from plain torch, relative to the largest output."""
+"""Maximum difference from plain torch, relative to the largest output."""
 
 
 class DenseStep(nn.Module):
-    """A dense layer's step over a full cache, as lean as torch has it, in the place of its attention module.
+    """Decode step over a full dense cache with minimal overhead, in place of a layer's attention module.
 
-    Queries, keys and values are one product, and queries and keys are turned by RoPE at once.
+    Queries, keys and values are one matrix product, and RoPE rotates queries and keys together.
 
     Parameters
     ----------
     attention
-        Of LLaMA: no norms and no biases.
+        Attention module of LLaMA, without norms and biases.
     packed
-        Take the query heads of a KV head as queries of that one, which backends without GQA serve too.
+        Pass the query heads of a KV head as several queries of one head, which backends without GQA support too.
     """
 
     def __init__(self, attention: Any, packed: bool = False) -> None:
         super().__init__()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.packed, self._o_proj, self._head_dim = packed, attention.o_proj, attention.head_dim
-        # Detached, or the weights would stay where they are, too.
+        # Detached, so that the original weights can be freed.
         self._weight = torch.cat([each.weight.detach() for each in projections])
         self._heads, self._kv_heads, _ = (each.out_features // self._head_dim for each in projections)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
     ) -> tuple[Tensor, None]:
-        """Attend one token; ``position_embeddings`` are those of :func:`signed`."""
+        """Attend from one token; ``position_embeddings`` come from :func:`signed`."""
         heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
         turned = self._heads + self._kv_heads
         value = heads[:, :, turned:]
-        # Values are turned as well, and left: what is not contiguous would be copied first.
+        # Values are rotated too and the result is ignored: a non-contiguous slice would be copied first.
         cos, sin = (table[:, :, None] for table in position_embeddings)
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
         query, key = heads[:, :, : self._heads].transpose(1, 2), heads[:, :, self._heads : turned]
@@ -74,14 +74,14 @@ class DenseStep(nn.Module):
 
 
 def signed(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """RoPE's tables with the sign of a turned head's first half in the sines, once for all layers."""
+    """Return RoPE tables whose sines include the sign of ``rotate_half``, computed once for all layers."""
     cos, sin = rope
     first, second = sin.chunk(2, dim=-1)
     return cos, torch.cat([-first, second], dim=-1)
 
 
 def dense_ways(shape: AttentionGeometry, seconds: Callable[[bool], float]) -> dict[str, Callable[[], float]]:
-    """Names of the ways to call torch's attention, and what times them; it is told ``packed``."""
+    """Return the ways to call torch's attention, by name, as functions that time them; ``seconds`` takes ``packed``."""
     ways = {"": lambda: seconds(False)}
     if shape.heads != shape.kv_heads:
         ways[", heads packed"] = lambda: seconds(True)
@@ -89,9 +89,9 @@ def dense_ways(shape: AttentionGeometry, seconds: Callable[[bool], float]) -> di
 
 
 def fastest(ways: Mapping[str, Callable[[], float]], setting: Setting) -> tuple[float | None, str]:
-    """Seconds and name of the fastest of torch's attention backends, over all ways to call them.
+    """Return seconds and name of torch's fastest attention backend, over all ways to call it.
 
-    None, and what each of them said, where none takes it.
+    If no backend supports the inputs, return None and the backends' error messages.
     """
     if setting.device.type != "cuda":
         return next(iter(ways.values()))(), "torch's choice"
@@ -108,29 +108,29 @@ def fastest(ways: Mapping[str, Callable[[], float]], setting: Setting) -> tuple[
 
 
 def dense_parts(shape: AttentionGeometry, setting: Setting) -> list[Tensor]:
-    """Some tokens of a dense layer's cache, keys and values."""
+    """Return keys and values of some tokens of a dense layer's cache."""
     size = (1, shape.kv_heads, _PIECE, shape.head_dim)
     return [torch.randn(size, device=setting.device, dtype=setting.dtype) for _ in range(2)]
 
 
 def latent_parts(layer: Any, setting: Setting) -> list[Tensor]:
-    """Some tokens of a layer's cache, keys and values; the latter are no columns where keys' latents serve both."""
+    """Return key and value latents of some tokens; value latents have no columns if keys' latents serve both."""
     widths = sum(layer.key_ranks), 0 if layer.joint else sum(layer.value_ranks)
     return [torch.randn(1, 1, _PIECE, width, device=setting.device, dtype=setting.dtype) for width in widths]
 
 
 def copies_of(size: int, setting: Setting) -> int:
-    """Caches of so many bytes that a step takes in turn."""
+    """Return the number of caches of ``size`` bytes that a step cycles through."""
     return 1 if size > _LARGE else cold_copies(size, setting.device)
 
 
 def repeats_of(size: int, setting: Setting) -> int:
-    """Rounds over caches of so many bytes."""
+    """Return the number of rounds over caches of ``size`` bytes."""
     return 1 if setting.tiny else 4 if size > _LARGE else 20
 
 
 def fits(size: int, setting: Setting, emit: Emit) -> bool:
-    """Whether caches of so many bytes are free, and room to work; says so where they are not."""
+    """Whether memory is free for caches of ``size`` bytes and for working buffers; emits a record if not."""
     if setting.device.type != "cuda":
         return True
     torch.cuda.empty_cache()
@@ -147,7 +147,7 @@ def _inputs(width: int, rotary: Any, batch: int, context: int, setting: Setting)
 
 
 def per_token(parts: Sequence[Tensor]) -> int:
-    """Bytes of a token in one layer's cache."""
+    """Return the bytes per token of one layer's cache."""
     return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
 
@@ -179,7 +179,7 @@ def _measure_dense(geometry: str, context: int, batch: int, setting: Setting, em
 
 @dataclass(frozen=True)
 class Latents:
-    """What latents of a geometry are."""
+    """Geometry, layout and size of latents."""
 
     geometry: str
     layout: str
@@ -187,14 +187,14 @@ class Latents:
 
     @functools.cache  # noqa: B019  (as few as there are steps)
     def layer(self, setting: Setting) -> tuple[Any, Any, Any]:
-        """A layer by the kernels, the same in plain torch, and the rotary module."""
+        """Return a layer with the kernels, the same layer in plain torch, and the rotary module."""
         model = latent_model(self.geometry, self.layout, self.kind, setting)
         use_kernels(model, "triton")
         plain = use_kernels(copy.deepcopy(model), "torch")
         return model.model.layers[0].self_attn, plain.model.layers[0].self_attn, model.model.rotary_emb
 
     def calls(self, setting: Setting, context: int, batch: int, emit: Emit) -> tuple[list[Any], int, Any]:
-        """The same step over several caches, bytes of one, and what plain torch gives for the first sequence."""
+        """Return the step over each of several caches, bytes of a cache, and plain torch's step for one sequence."""
         layer, plain, rotary = self.layer(setting)
         parts = latent_parts(layer, setting)
         size = batch * context * per_token(parts)
@@ -211,13 +211,13 @@ class Latents:
 
 
 def serves(layer: Any) -> bool:
-    """Whether the kernels take a token over a full cache."""
+    """Whether the kernels support one token over a full cache."""
     return decoder_of(layer) is not None and layer.over_latents(1, 1, None)
 
 
 @torch.no_grad()
 def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit: Emit) -> None:
-    """Time a step once it gave what plain torch gives."""
+    """Time a step after checking its output against plain torch."""
     emit = functools.partial(emit, **dataclasses.asdict(latents), context=context, batch=batch)
     if not serves(latents.layer(setting)[0]):
         emit(what="not served")
@@ -227,18 +227,18 @@ def _measure(latents: Latents, context: int, batch: int, setting: Setting, emit:
         return
     output, expected = calls[0]()[:1], reference()
     error, limit = float((output - expected).abs().max() / expected.abs().max()), _TOLERANCE[setting.dtype]
-    # Written so that NaN is wrong.
+    # Negated so that NaN fails.
     if not error <= limit:
         emit(what="wrong", error=f"{error:.3g}", failed=[f"{latents}: off by {error:.3g}, limit {limit}"])
         return
     seconds = time_calls(calls, setting.device, repeats_of(size, setting)).median
-    # Over one cache, which does not matter here: it is the keys that are rebuilt.
+    # One cache is enough, as rebuilding keys dominates.
     plain = 1e6 * time_calls([reference], setting.device, 3).median
     emit(what="latent", us=seconds * 1e6, gb_per_s=size / seconds / 1e9, cache_bytes=size, error=error, torch_us=plain)
 
 
 def steps(setting: Setting) -> list[Step]:
-    """Dense, then joint latents of two heads and the paper's of four, by context."""
+    """List the steps by context: dense, then joint latents of two heads and the paper's of four."""
     if setting.kind == "none":
         return []
     found = []

@@ -1,7 +1,7 @@
-"""Whole models of random weights, built on the device: decoding by CUDA graphs, largest batches, and compression.
+"""Whole models of random weights, built on the device: decoding with CUDA graphs, largest batches, and compression.
 
-A step of decoding takes one new token of every sequence through all layers, over caches that are full but for the
-last slot, to the next token; it is one CUDA graph, so the host's time is not in it.
+A decode step runs one new token per sequence through all layers, over caches that are full except for the last slot,
+to the next token. It is one CUDA graph, so host time is excluded.
 """
 
 import functools
@@ -30,7 +30,7 @@ SAMPLES, LENGTH = 32, 2048
 
 
 def _decoder(model: Any, caches: Sequence[Any], batch: int, context: int) -> Callable[[], Tensor]:
-    """A step of greedy decoding: the next token of every sequence, (batch, 1)."""
+    """Return a step of greedy decoding, which returns the next token of every sequence, (batch, 1)."""
     inner, device = model.model, model.device
     token = torch.ones(batch, 1, dtype=torch.int64, device=device)
     places = torch.full((batch, 1), context - 1, device=device)
@@ -74,7 +74,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
     repeats, device = 1 if setting.tiny else 4, setting.device
 
     def once(batch: int, context: int, repeats: int = repeats) -> float:
-        # Caches of the way that was timed before.
+        # Free the caches of the previous run.
         _release()
         layers = model.model.layers
         if kind == CODEC:
@@ -123,7 +123,7 @@ def _decode(geometry: str, kind: str, setting: Setting, emit: Emit) -> None:
                     seconds, path = timed(batch, CONTEXT)
                     break
                 except torch.OutOfMemoryError:
-                    # More backends are timed than fitted.
+                    # A backend that the search for the batch did not run may need more memory.
                     batch -= -(-batch // 32)
                 _release()
             rates = {} if seconds is None else {"tokens_per_s": batch / seconds}
@@ -136,14 +136,14 @@ def _release() -> None:
 
 
 def _windows(geometry: str, setting: Setting) -> Tensor:
-    """Random calibration windows."""
+    """Return random calibration windows."""
     size = (4, 16) if setting.tiny else (SAMPLES, LENGTH)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, sizes_of(geometry, setting.tiny).vocabulary, size, generator=generator)
 
 
 def _timed_steps(device: torch.device, emit: Emit) -> Callable[[str, int, int], None]:
-    """Called with a step's name, what is done and all of it: says how long each step took and how much memory."""
+    """Return a progress callback (step, done, total) that records time and peak memory of each finished step."""
     start = now(device)
     forget_peak(device)
 
@@ -159,7 +159,7 @@ def _timed_steps(device: torch.device, emit: Emit) -> Callable[[str, int, int], 
 
 
 def _fit(geometry: str, setting: Setting, emit: Emit) -> None:
-    """Fit a codec with the defaults, and say how long each of the steps takes and how much memory."""
+    """Fit a codec with the defaults, and record time and peak memory of each step."""
     from recalkv.codec.fit import build_codec
     from recalkv.codec.moments import take_moments
     from recalkv.params import CodecParams
@@ -174,7 +174,7 @@ def _fit(geometry: str, setting: Setting, emit: Emit) -> None:
 
 
 def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
-    """Compress with the defaults, and say how long each of the steps takes and how much memory."""
+    """Compress with the defaults, and record time and peak memory of each step."""
     from recalkv.compression import assemble, compress_layers
     from recalkv.model.layers import ModuleSource
     from recalkv.model.precision import resolve_precision
@@ -198,7 +198,7 @@ def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
 
 
 def steps(setting: Setting) -> list[Step]:
-    """In order of worth."""
+    """List the steps, the most important first."""
     if setting.kind == "none":
         return []
     kinds = ("dense", CODEC, LATENTS)

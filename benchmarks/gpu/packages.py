@@ -1,4 +1,4 @@
-"""Packages that a bare image lacks, from wheels that travel with the tree."""
+"""Packages that a bare image lacks, unpacked from wheels in the tree."""
 
 import importlib.metadata
 import zipfile
@@ -9,9 +9,9 @@ from packaging.utils import parse_wheel_filename
 
 
 def unpack_missing(wheels: Path, target: Path) -> list[str]:
-    """Unpack the wheels that fit this Python and whose package is not installed; returns ``name version`` of each.
+    """Unpack the wheels that fit this Python and whose package is not installed; return ``name version`` of each.
 
-    A wheel is an archive of what goes on the search path, so this needs no installer.
+    A wheel is an archive of files for the search path, so no installer is needed.
     """
     fitting, found = set(sys_tags()), []
     for wheel in sorted(wheels.glob("*.whl")):

@@ -1,4 +1,4 @@
-"""The page of :mod:`benchmarks.gpu`: DIR/README.md, from the lines."""
+"""The page of :mod:`benchmarks.gpu`: DIR/README.md, written from the JSON lines."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 def write_page(folder: Path) -> None:
-    """Write the page from what lines there are; it names what is missing."""
+    """Write the page from the available lines; it lists missing results."""
     lines = {part: _read(folder / f"{part}.jsonl") for part in PARTS}
     results = {part: [each for each in own if each["event"] == "result"] for part, own in lines.items()}
     content = [
@@ -43,7 +43,7 @@ def _machines(parts: Iterable[list[Record]]) -> str:
 
 
 def _missing(lines: dict[str, list[Record]]) -> list[str]:
-    """What did not run, did not end, or came out wrong."""
+    """List steps that did not run, did not finish or gave wrong results."""
     found = [f"- `{part}`: no lines" for part, own in lines.items() if not own]
     for part, own in lines.items():
         for each in own:
@@ -53,7 +53,7 @@ def _missing(lines: dict[str, list[Record]]) -> list[str]:
                 found.append(f"{place}**failed** ({each['reason']}){last}")
             found += [f"{place}**failed**: `{one[:200]}`" for one in each.get("failed", ())]
             if each.get("what") == "does not fit":
-                # Beside the codec only the dense cache is checked.
+                # In the codec part, the dense cache is the larger one.
                 found.append(f"{place}{'the dense cache ' if part == 'codec' else ''}does not fit")
             if each.get("what") == "not served":
                 found.append(f"{place}not served {each.get('way', '')}".rstrip())
@@ -68,7 +68,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells:
         return []
-    # No columns of what was measured nowhere.
+    # Drop empty columns.
     kept = [number for number in range(len(head)) if any(row[number] for row in cells)]
     head, cells = [head[number] for number in kept], [[row[number] for number in kept] for row in cells]
     lines = [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
@@ -102,7 +102,7 @@ def _smoke(records: list[Record]) -> list[str]:
 
 
 def _beside_dense(records: list[Record]) -> list[Record]:
-    """Rows of latents with the dense row of the same geometry, context and batch; None where dense does not fit."""
+    """Add to rows of latents the dense row of the same geometry, context and batch; None if dense does not fit."""
 
     def place(each: Record) -> tuple[Any, ...]:
         return each["geometry"], each["context"], each["batch"]

@@ -1,4 +1,4 @@
-"""Models of a known geometry with random weights: one layer and little memory, or all of them."""
+"""Models of a known geometry with random weights: one layer in little memory, or all layers."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ def random_dense(
     whole: bool = False,
     rope_theta: float = 1e4,
 ) -> Any:
-    """A dense model of one layer with a tiny MLP and vocabulary; or a ``whole`` one. Built on the device."""
+    """Build a dense model on the device: one layer with a tiny MLP and vocabulary, or a ``whole`` model."""
     family = FAMILIES[sizes.family]
     return _built(family.model_class, family.config_class(**_content(sizes, whole, rope_theta)), device, dtype, seed)
 
@@ -36,23 +36,23 @@ def random_latent(
     whole: bool = False,
     rope_theta: float = 1e4,
 ) -> Any:
-    """A compressed model of one layer, latents in 16 bits at uniform ranks in steps of 16, built on the device.
+    """Build a compressed model of one layer on the device, with 16-bit latents of uniform ranks in steps of 16.
 
     Parameters
     ----------
     ratio
         Fraction of the cache's elements that is removed, in [0, 1).
     group_size
-        Key heads per group; values share a latent with them where ``joint``, else they all have one.
+        Key heads per group; with ``joint``, values share the keys' latents, else all value heads share one latent.
     whole
-        All layers, MLPs and the vocabulary of ``sizes``, where one layer with tiny ones is not enough.
+        Build all layers, MLPs and the vocabulary of ``sizes``, instead of one layer with a tiny MLP and vocabulary.
     rope_theta
         Base of RoPE.
 
     Raises
     ------
     ParameterError
-        For a ratio or a group size out of range.
+        If the ratio or the group size is out of range.
     """
     check_ratio(ratio)
     shape = sizes.attention if whole else dataclasses.replace(sizes.attention, layers=1)
@@ -78,7 +78,7 @@ def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dty
 
 
 def _rank(wanted: float) -> int:
-    """A multiple of 16, which suits the kernels; small ranks as they are."""
+    """Round a rank to a multiple of 16, which suits the kernels; small ranks to an integer."""
     return max(1, round(wanted)) if wanted < 32 else 16 * round(wanted / 16)
 
 

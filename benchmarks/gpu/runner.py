@@ -1,4 +1,4 @@
-"""Steps in a process of their own, so that one that faults or hangs takes no other with it."""
+"""Runner of steps in a separate process, so that a step that crashes or hangs does not affect the others."""
 
 import contextlib
 import functools
@@ -23,10 +23,10 @@ Emit = Callable[..., None]
 """Writes one record, given as keyword arguments."""
 
 STEPS = "RECALKV_GPU_STEPS"
-"""Environment variable: of the steps only those whose name this regular expression finds."""
+"""Environment variable: regular expression; only steps whose names match it run."""
 
 _START_SECONDS = 120.0
-"""Until a process has begun its first step: imports from a cold disk."""
+"""Time limit for a process to begin its first step: imports from a cold disk."""
 
 _TAIL = 3000
 _ROOT = Path(__file__).resolve().parents[2]
@@ -34,49 +34,49 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where steps run.
+    """Device and sizes of the steps.
 
     Attributes
     ----------
     kind
-        ``gpu``; ``cpu`` for tiny sizes there; ``none`` for what can be said without a GPU.
+        ``gpu``; ``cpu`` for tiny sizes on the CPU; ``none`` for steps that need no GPU.
     """
 
     kind: str
 
     @classmethod
     def of(cls, cpu: bool) -> "Setting":
-        """The setting of this machine."""
+        """Return the setting of this machine."""
         return cls("cpu" if cpu else "gpu" if torch.cuda.is_available() else "none")
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are."""
+        """Device of the tensors."""
         return torch.device("cuda" if self.kind == "gpu" else "cpu")
 
     @property
     def tiny(self) -> bool:
-        """Whether sizes are those of tests."""
+        """Whether to use the tiny sizes of tests."""
         return self.kind != "gpu"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and latents; the interpreter is slow and exact."""
+        """Data type of weights and latents: bfloat16 on a GPU, else float32, as in Triton's interpreter."""
         return torch.bfloat16 if self.kind == "gpu" else torch.float32
 
 
 @dataclass(frozen=True)
 class Step:
-    """A piece of work that may fail by itself.
+    """A unit of work whose failure does not affect other steps.
 
     Attributes
     ----------
     name
-        Of the step, unique in its part.
+        Name of the step, unique in its part.
     work
-        Called with the setting and with what writes its records.
+        Function called with the setting and the function that writes records.
     seconds
-        After which it is stopped. It is not begun with less than a quarter of them left.
+        Time limit of the step. It does not start with less than a quarter of this left.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _write(path: Path, /, **record: Any) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Device and versions, which every record names."""
+    """Return device and versions, which every record contains."""
     import transformers
 
     from recalkv.evaluation.timing import environment
@@ -113,13 +113,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def child(module: str, path: Path, first: int, end: float, cpu: bool) -> None:
-    """Run the steps from number ``first`` on, in this process, as far as the time ``end`` allows."""
+    """Run the steps from number ``first`` on in this process, until the time ``end``."""
     from recalkv.evaluation import timing
 
     setting = Setting.of(cpu)
     if setting.kind != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        # Interpreted calls take seconds, and warm nothing.
+        # Interpreted calls take seconds and need no warm-up.
         timing._WARM_UP = 0
     write = functools.partial(_write, path, **machine(setting.device))
     for number, step in enumerate(_steps(module, setting)):
@@ -134,14 +134,14 @@ def child(module: str, path: Path, first: int, end: float, cpu: bool) -> None:
 
 
 def run(module: str, path: Path, budget: float, cpu: bool) -> int:
-    """Run all steps of a part within so many seconds; returns how many failed.
+    """Run all steps of a part within ``budget`` seconds; return the number of failures.
 
     Parameters
     ----------
     module
-        Whose ``steps(setting)`` lists them, in order of worth.
+        Module whose ``steps(setting)`` lists the steps, the most important first.
     path
-        File of lines, which is begun anew.
+        File of JSON lines, which is overwritten.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
@@ -149,7 +149,7 @@ def run(module: str, path: Path, budget: float, cpu: bool) -> int:
     limits: dict[str, float] = {}
     try:
         limits = {step.name: step.seconds for step in _steps(module, setting)}
-    except Exception as error:  # whatever an import raises where a package is missing
+    except Exception as error:  # an import may raise anything if a package is missing
         failed = 1
         _write(path, event="failure", step="start", reason=f"{type(error).__name__}: {error}", tail="")
     names = list(limits)
@@ -179,7 +179,7 @@ def run(module: str, path: Path, budget: float, cpu: bool) -> int:
 
 
 class _Watched:
-    """One process and what it has written so far."""
+    """A child process, and the records that it has written so far."""
 
     def __init__(self, lines: IO[str], begun: set[str]) -> None:
         self._lines, self._begun, self._rest = lines, begun, ""
@@ -189,9 +189,9 @@ class _Watched:
         self.failed_tests = 0
 
     def finish(self, command: list[str], limits: dict[str, float], end: float) -> tuple[str | None, str]:
-        """Run to the end or to a limit; why it did not end well, and the end of its output."""
+        """Run until the end or a limit; return why it failed (None on success), and the end of its output."""
         with tempfile.TemporaryFile("w+", errors="replace") as output:
-            # A session of its own, so that whatever it starts can be ended with it.
+            # A new session, so that all processes it starts can be killed with it.
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -207,7 +207,7 @@ class _Watched:
                     elif time.monotonic() > deadline:
                         reason = "its time limit"
             finally:
-                # Also where it ended by itself: what it started may still run.
+                # Also after a normal exit: processes it started may still run.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
@@ -215,11 +215,11 @@ class _Watched:
             if reason is None and code != 0:
                 reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             output.seek(0)
-            # Lines are committed: places in the project, not on a machine.
+            # Lines are committed to git, so paths are made relative to the project.
             return reason, output.read().replace(f"{_ROOT}{os.sep}", "")[-_TAIL:]
 
     def _read(self) -> bool:
-        """Take in new lines; whether a step has begun or ended."""
+        """Read new lines; return whether a step has begun or ended."""
         self._rest += self._lines.read()
         *whole, self._rest = self._rest.split("\n")
         changed = False

@@ -1,4 +1,4 @@
-"""Geometries and latents that are measured, and the caches of single steps."""
+"""Geometries and latents to measure, and caches for single steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _TINY = AttentionGeometry(32, 4, 2, 128, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """Which heads share latents: so many key heads, and ``joint`` where values share them, too."""
+    """Heads that share a latent: ``group_size`` key heads and, if ``joint``, their value heads too."""
 
     group_size: int
     joint: bool
@@ -32,23 +32,23 @@ LAYOUTS = {"joint s=2": Layout(2, True), "separate s=4": Layout(4, False)}
 
 
 _KINDS = {"16 bits, 70 %": 0.7}
-"""Share of elements that is removed."""
+"""Fraction of elements that is removed."""
 
 
 def sizes_of(geometry: str, tiny: bool) -> ModelSizes:
-    """Sizes of a geometry, or tiny ones of its family."""
+    """Return the sizes of a geometry, or tiny sizes of its family."""
     sizes = (GEOMETRIES | _CODED_ONLY)[geometry]
     return ModelSizes(sizes.family, _TINY, 48, 128, 4096) if tiny else sizes
 
 
 def dense_model(geometry: str, setting: Setting, whole: bool = False) -> Any:
-    """A dense model of random weights."""
+    """Build a dense model with random weights."""
     sizes, theta = sizes_of(geometry, setting.tiny), _ROPE_THETA[geometry]
     return random_dense(sizes, setting.device, setting.dtype, whole=whole, rope_theta=theta)
 
 
 def latent_model(geometry: str, layout: str, kind: str, setting: Setting, whole: bool = False) -> Any:
-    """A compressed model of random weights."""
+    """Build a compressed model with random weights."""
     sizes, heads, theta = sizes_of(geometry, setting.tiny), LAYOUTS[layout], _ROPE_THETA[geometry]
     size = min(heads.group_size, sizes.attention.kv_heads)
     return random_latent(
@@ -57,9 +57,9 @@ def latent_model(geometry: str, layout: str, kind: str, setting: Setting, whole:
 
 
 def filled(parts: Sequence[Tensor], batch: int, context: int) -> FullCache:
-    """A full cache of so many tokens a sequence: keys and values, (1, heads, some tokens, columns) each, repeated.
+    """Return a full cache of ``context`` tokens per sequence: keys and values, (1, heads, tokens, columns), repeated.
 
-    In memory of its own; no cache of the device knows that it repeats.
+    The repetitions are copies in memory, so the device's caches do not benefit from them.
     """
 
     def room(part: Tensor) -> Tensor:

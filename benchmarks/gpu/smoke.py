@@ -1,4 +1,4 @@
-"""Does it run here: packages, ceilings of the machine, and the tests that need a GPU."""
+"""Smoke test of a machine: packages, peak bandwidth and throughput, and the tests that need a GPU."""
 
 import functools
 import importlib.util
@@ -28,7 +28,7 @@ SANITIZED = {
     "racecheck": (CODEC_TESTS, "CUDA and blocks and contiguous"),
     "memcheck, latents": (KERNEL_TESTS, "test_attention and gqa and separate and bfloat16"),
 }
-"""Tools of compute-sanitizer, and tests under them."""
+"""Tools of compute-sanitizer, and the tests to run under them."""
 
 
 def _environment(setting: Setting, emit: Emit) -> None:
@@ -40,7 +40,7 @@ def _environment(setting: Setting, emit: Emit) -> None:
 
 
 def _imports(setting: Setting, emit: Emit) -> None:
-    """Each in a process of its own, as one may leave behind what another needs; all at once."""
+    """Import each module in a separate process, as one import may hide what another lacks; all in parallel."""
     commands = [[sys.executable, "-c", f"import {module}"] for module in MODULES]
     processes = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in commands]
     for module, process in zip(MODULES, processes, strict=True):
@@ -61,8 +61,8 @@ def _ceilings(setting: Setting, emit: Emit) -> None:
 
 
 def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...] = (), marked: bool = True) -> None:
-    """Run tests and record how many did what, and what the failed ones said."""
-    # Every worker of pytest compiles; a pool of processes each would be more than there are processors.
+    """Run tests and record their numbers by outcome, and the messages of failed tests."""
+    # Every pytest worker compiles; a process pool in each would exceed the number of processors.
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if before:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -74,9 +74,9 @@ def _tests(setting: Setting, emit: Emit, *arguments: str, before: tuple[str, ...
         if setting.kind == "gpu" and marked:
             command += ["-m", "gpu"]
         if importlib.util.find_spec("pytest_timeout") is not None:
-            # One that hangs is named, and the others go on.
+            # A test that hangs is named, and the others continue.
             command += ["--timeout=100", "--timeout-method=thread"]
-        # Names as they end, into what is kept of this process: a run that is stopped has no report.
+        # Print test names as they finish, as the process's output is kept: a run that is stopped has no report.
         done = subprocess.run([*command, "-v", *arguments], env=environment, check=False)
         if not report.exists():
             raise RuntimeError(f"exit code {done.returncode}, no report")
@@ -108,7 +108,7 @@ def _compile_gate(setting: Setting, emit: Emit) -> None:
 
 
 def steps(setting: Setting) -> list[Step]:
-    """In order of worth."""
+    """List the steps, the most important first."""
 
     def tests(name: str, *arguments: str, seconds: float = 120.0, marked: bool = True) -> Step:
         return Step(name, lambda setting, emit: _tests(setting, emit, *arguments, marked=marked), seconds)

@@ -1,1 +1,1 @@
-"""Commands of `recalkv` that are more than a few lines, one module each; torch is imported where it is used."""
+"""Longer commands of `recalkv`, one module each; torch is imported only where it is used."""

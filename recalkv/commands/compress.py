@@ -1,4 +1,4 @@
-"""`recalkv compress`: a model and a text in, a checkpoint and its quick evaluation out."""
+"""`recalkv compress`: compress a model with a calibration text and evaluate the checkpoint briefly."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from recalkv.presets import describe
 
 _COMPRESSION, _CALIBRATION = CompressionParams(), CalibrationParams()
 _CLEARLY = 0.05
-"""Fraction of the dense bytes: a ratio this far beyond the request is reported; rounding alone stays below."""
+"""A ratio that exceeds the requested one by more than this is reported; rounding alone stays below."""
 _TARGET = (
     "Budget in place of --ratio: a ratio, GIB@CONTEXT such as 4GiB@128K, bytes_per_token=N, or max_excess=NATS, the "
     "smallest cache whose loss on held-out windows rises by no more."
@@ -80,7 +80,7 @@ def compress(
             typer.echo(f"--bits {bits}: mixed bits lose less at the same bytes (docs/quantization.md)", err=True)
         where = device_of(device)
         documents = calibration_documents(calibration)
-        # The folder first, so that one that cannot be written is known before the work.
+        # Open the folder first, so that an unwritable one fails before the work.
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             with writing_folder(out.resolve()) as folder:
                 reference = resolve_model(source, revision, Path(scratch))

@@ -1,4 +1,4 @@
-"""`recalkv eval`: one page on a compressed model beside the dense one."""
+"""`recalkv eval`: one page that compares a compressed model with the dense one."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ def evaluate(
     """Compare a compressed model, or a codec, with the dense model."""
     with user_errors():
         home = codec or Path(small)
-        # Of a hub's model beside what else is in the current folder.
+        # For a hub model, the page goes to the current folder.
         place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
         parent = place.absolute().parent
         if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
@@ -90,7 +90,7 @@ def evaluate(
 
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
-    """Folders of the compressed and the dense model; with a codec both are the model's own."""
+    """Return the folders of the compressed and the dense model; with a codec, both are the folder of MODEL."""
     from recalkv.model.family import text_config
     from recalkv.model.modeling import register
     from recalkv.model.source import checkpoint_folder, load_config, resolve_model
@@ -131,7 +131,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
 
 
 def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:
-    """Quick form of the evaluation after a compression, on windows that calibration did not see.
+    """Run the quick evaluation after a compression, on windows that calibration did not see.
 
     The compression has finished, so a failed evaluation is reported, not raised.
     """
@@ -144,7 +144,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     from recalkv.text.windows import joined_tokens
 
     start = time.monotonic()
-    # Else transformers warns of the unknown type as it loads the tokenizer.
+    # Otherwise transformers warns about the unknown model type when it loads the tokenizer.
     register()
     try:
         tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
@@ -154,7 +154,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         names = ", ".join(map(public_name, texts))
         haystack = joined_tokens(tokenizer, next(iter(texts.values())))
         figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, wanted, device)
-    except Exception as error:  # whatever it is, the checkpoint is there
+    except Exception as error:  # the checkpoint is written in any case
         kind = "" if isinstance(error, ReCalKVError) else f"{type(error).__name__}: "
         hint = "give more text" if isinstance(error, DataError) else "`recalkv eval` can be run later"
         print(f"not evaluated: {kind}{error} ({hint})")
@@ -174,6 +174,6 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
 
 
 def _telling() -> Any:
-    """Show each step as it begins."""
+    """Return a callback that prints each step as it begins."""
     start = time.monotonic()
     return lambda step: typer.echo(f"{time.monotonic() - start:5.0f} s  {step}", err=True)

@@ -1,4 +1,4 @@
-"""`recalkv fit`: a model and a text in, a codec out."""
+"""`recalkv fit`: fit a codec to a model with a calibration text."""
 
 import tempfile
 from pathlib import Path
@@ -68,7 +68,7 @@ def fit(
 
         where = device_of(device)
         documents = calibration_documents(calibration)
-        # The folder first, so that one that cannot be written is known before the work.
+        # Open the folder first, so that an unwritable one fails before the work.
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
             model, tokenizer = load_dense(source, revision, Path(scratch), where)
             with step_bar("window") as advance:

@@ -1,4 +1,4 @@
-"""`recalkv generate` and `recalkv chat`: a first look at a model: dense, with a codec, or compressed."""
+"""`recalkv generate` and `recalkv chat`: try a model, dense, with a codec or compressed."""
 
 import tempfile
 from pathlib import Path
@@ -67,7 +67,7 @@ def _line() -> str:
 
 
 def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
-    """Model and tokenizer."""
+    """Load the model and its tokenizer."""
     from recalkv.codec.sidecar import Codec
     from recalkv.kernels.decoder import choose_kernels
     from recalkv.model.device import device_of
@@ -93,7 +93,7 @@ def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
 
 
 def _answer(model: Any, tokenizer: Any, inputs: Any, tokens: int, temperature: float) -> str:
-    """Show what the model says, and return it."""
+    """Stream the model's answer, and return it."""
     from transformers import TextStreamer
 
     ids, sampling = inputs["input_ids"], temperature > 0

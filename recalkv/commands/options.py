@@ -1,4 +1,4 @@
-"""What commands share: options that a parameter describes, and the bar of a step's progress."""
+"""Helpers shared by the commands: options described by parameters, and a progress bar."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from recalkv.presets import describe
 
 
 def option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
-    """Option with a parameter's description; ``default`` is what help shows where it is not the argument's own."""
+    """Return an option with a parameter's description; ``default`` replaces the default value shown by help."""
     return typer.Option(help=describe(section.model_fields[name]), show_default=default)
 
 
 def check_revision(source: str, revision: str | None) -> None:
-    """Refuse a revision of a model that is not the hub's."""
+    """Reject a revision for a model that is not from the hub."""
     from recalkv.model.source import EMBEDDED, local_folder
 
     if revision is not None and (source == EMBEDDED or local_folder(source)):
@@ -26,7 +26,7 @@ def check_revision(source: str, revision: str | None) -> None:
 
 @contextlib.contextmanager
 def step_bar(unit: str) -> Iterator[Any]:
-    """Progress bar; yields ``advance(step, done, total)``."""
+    """Show a progress bar; yields ``advance(step, done, total)``."""
     from tqdm import tqdm
 
     with tqdm(unit=f" {unit}", mininterval=1.0, delay=0.5) as bar:

@@ -1,10 +1,10 @@
-"""Fused decode attention over latents of 16 bits, in Triton.
+"""Fused decode attention over 16-bit latents, in Triton.
 
-:mod:`recalkv.kernels.scores` and :mod:`recalkv.kernels.contexts` are flash decoding in two passes and a sum;
-:mod:`recalkv.kernels.plan` is what they need to know of a layer, and :mod:`recalkv.kernels.decoder` what a layer
-attends by. How many slots are filled is read from the device:
-tiles of a static cache that lie after the last query cost nothing, and no number travels to the host.
+:mod:`recalkv.kernels.scores` and :mod:`recalkv.kernels.contexts` implement flash decoding (split-KV) in two passes and
+a reduction; :mod:`recalkv.kernels.plan` holds the tables of a layer, and :mod:`recalkv.kernels.decoder` connects the
+kernels to a layer. The number of filled slots is read on the device: tiles of a static cache after the last query cost
+nothing, and nothing is copied to the host.
 
-Nothing here is imported by the run-time itself; :func:`recalkv.kernels.decoder.use_kernels` puts the kernels into a
-model, and Triton is imported only there.
+Modeling code does not import this package; :func:`recalkv.kernels.decoder.use_kernels` installs the kernels in a
+model, and only then is Triton imported.
 """

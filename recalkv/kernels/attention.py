@@ -1,8 +1,8 @@
-"""Decode attention over latents by the kernels: a function of tensors, and the same as an operator of torch.
+"""Decode attention over latents with the kernels, as a function of tensors and as a custom operator of torch.
 
-Compiled models call the operator ``recalkv::decode_attention``, which the compiler takes as a whole: no graph
-break, no wait for the device, shapes that depend on shapes only. Elsewhere the function is called without it,
-which spares each layer the operator's dispatch.
+Compiled models call the operator ``recalkv::decode_attention``, which is opaque to the compiler: no graph break, no
+device synchronization, output shapes that depend on input shapes only. Eager models call the function directly, which
+saves the operator's dispatch in each layer.
 """
 
 import contextlib
@@ -46,32 +46,32 @@ def latent_attention(
     offset: int = 0,
     runs: int = 0,
 ) -> Tensor:
-    """Attention of a few queries over latents, up to the output projection.
+    """Compute attention of a few queries over latents, up to the output projection.
 
     Parameters
     ----------
     query : (batch, queries, h, d_h)
         Before RoPE.
     z_k, z_v : (batch, slots, columns)
-        Latents in the type of the query. No ``z_v`` where ``z_k`` serves both.
+        Latents in the query's dtype. ``z_v`` is None where ``z_k`` serves both.
     mask : (batch or 1, 1, queries, slots) bool or None
-        True attends. None means causal.
+        True means attend. None means causal.
     seen
-        Tokens up to the last query, itself included; what a static cache has on the device stays there.
+        Number of tokens up to and including the last query; the tensor of a static cache stays on the device.
     scaling
-        Of the scores.
+        Scale of the scores.
     key_bias : (h_kv d_h,), key_norm : ((d_h,), epsilon)
         Applied to rebuilt keys before RoPE.
     offset
         Tokens that a sliding window has evicted.
     runs
-        Runs of tiles that are worked on side by side; 0 for the device's.
+        Runs of tiles processed in parallel (split-KV); 0 chooses the number for the device.
 
     Returns
     -------
     (batch, queries, inner)
-        Outputs of all heads, or with R_v in the output projection their latent contexts, in the type of
-        the query.
+        Outputs of all heads, or their latent contexts if R_v is fused into the output projection, in the query's
+        dtype.
     """
     rows = query.shape[2] // plan.kv_heads * query.shape[1]
     on_device = isinstance(seen, Tensor)
@@ -99,7 +99,7 @@ def _decode(
     value_rank: int, key_alignment: int, up_alignment: int, value_alignment: int, block_rows: int, block_columns: int,
     block_alignment: int, rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
 ) -> Tensor:  # fmt: skip
-    """Three launches; arguments as the tables of :class:`LayerPlan` and :class:`Step` name them."""
+    """Launch the three kernels; arguments are named as in :class:`LayerPlan` and :class:`Step`."""
     batch, queries, h, head_dim = query.shape
     slots, kv_heads, device = z_k.shape[1], key_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2
@@ -123,7 +123,7 @@ def _decode(
     value_kind = ("values", device, query.dtype, *value_constants.values())
     score_runs = split(slots, tile, runs or device_runs(device, batch * kv_heads, score_kind))
     runs = split(slots, TILE, runs or device_runs(device, batch * len(blocks), value_kind))
-    # Rows start where whole lines of memory do, whatever the length.
+    # A padded stride keeps rows aligned to cache lines, whatever the length.
     logits_stride = -(-slots // TILE) * TILE
     logits = torch.empty(batch, all_rows, logits_stride, dtype=torch.float32, device=device)
     partial = torch.empty(batch, runs, total, dtype=torch.float32, device=device)

@@ -1,17 +1,17 @@
-"""What the kernels share: blocks of latents and factors in registers, and their turns by RoPE.
+"""Functions shared by the kernels: loads of blocks of latents and factors, and RoPE rotations.
 
-Latents are (batch, slots, columns). Everything elementwise is float32; products take the latents' type.
+Latents are (batch, slots, columns). Elementwise operations are in float32; products are in the latents' dtype.
 """
 
 import triton
 import triton.language as tl
 
-# The interpreter multiplies bfloat16 wrongly and without a word; UPCAST makes products float32 there.
+# Triton's interpreter silently computes wrong bfloat16 products; UPCAST makes them float32 there.
 
 
 @triton.jit
 def load_latents(latent_ptr, slots_ok, columns, columns_ok, slot_offsets, UPCAST: tl.constexpr):
-    """Latents of one sequence, (slots, columns); zero where there is none."""
+    """Load latents of one sequence, (slots, columns); masked elements are zero."""
     ok = slots_ok[:, None] & columns_ok[None, :]
     latents = tl.load(latent_ptr + slot_offsets[:, None] + columns[None, :], mask=ok, other=0.0)
     if UPCAST:
@@ -21,7 +21,7 @@ def load_latents(latent_ptr, slots_ok, columns, columns_ok, slot_offsets, UPCAST
 
 @triton.jit
 def run_of_tiles(seen, run, runs, BLOCK_N: tl.constexpr):
-    """First tile of a run, and the end: an even share of the tiles that are seen, however large the cache is."""
+    """Return the first tile of a run and its end: an even share of the filled tiles, however large the cache is."""
     end = tl.cdiv(seen, BLOCK_N)
     share = tl.cdiv(end, runs)
     start = run * share
@@ -30,11 +30,11 @@ def run_of_tiles(seen, run, runs, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def slot_places(batch, slot, batch_stride, slot_stride, ALIGN: tl.constexpr):
-    """Elements from the cache's start to the rows of these slots of one sequence, int64.
+    """Return the int64 element offsets of the rows of these slots of one sequence.
 
     ALIGN divides both strides.
     """
-    # What the compiler is told of an argument it forgets: of a product it does not.
+    # The compiler drops a hint on an argument, but keeps one on a product.
     return tl.multiple_of(batch.to(tl.int64) * batch_stride, ALIGN) + tl.multiple_of(
         slot.to(tl.int64) * slot_stride, ALIGN
     )
@@ -42,7 +42,7 @@ def slot_places(batch, slot, batch_stride, slot_stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def head_row(heads_ptr, head, ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr):
-    """Row of a table of heads: first column, rank, start of the head's block of R and the row stride there.
+    """Load a row of a table of heads: first column, rank, start of the head's block of R, and its row stride.
 
     ALIGN divides the first two, UP_ALIGN the last two.
     """
@@ -55,7 +55,7 @@ def head_row(heads_ptr, head, ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr):
 
 @triton.jit
 def turned_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: tl.constexpr):
-    """Pairs turned by the angles at these places of a table, or with SIGN -1 back."""
+    """Rotate pairs by the angles at a place in a table; SIGN -1 rotates back."""
     cos = tl.load(angles_ptr, mask=angles_ok, other=0.0)
     sin = tl.load(angles_ptr + HALF, mask=angles_ok, other=0.0) * SIGN
     return left * cos - right * sin, right * cos + left * sin
@@ -63,7 +63,7 @@ def turned_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: t
 
 @triton.jit
 def load_up(up_ptr, start, stride, columns, columns_ok, places, places_ok, UPCAST: tl.constexpr):
-    """A block of one head's R, (columns, places)."""
+    """Load a block of one head's R, (columns, places)."""
     offsets = start + columns[:, None] * stride + places[None, :]
     block = tl.load(up_ptr + offsets, mask=columns_ok[:, None] & places_ok[None, :], other=0.0)
     if UPCAST:

@@ -1,8 +1,8 @@
 """Contexts of decode attention over latents, in Triton: softmax weights times value latents (flash decoding).
 
-1. ``values_kernel``: one program per block of latent columns, block of query rows and run of tiles; softmax
-   weights over the run times the value latents. Ranks far wider than a register file are cut in columns.
-2. ``combine_kernel``: sums the runs and applies R_v, and so writes what the output projection reads.
+1. ``values_kernel``: one program per block of latent columns, block of query rows and run of tiles multiplies softmax
+   weights over the run with the value latents. Ranks too wide for the register file are split by columns.
+2. ``combine_kernel`` sums the runs, applies R_v and writes the input of the output projection.
 """
 
 import triton
@@ -18,7 +18,7 @@ def values_kernel(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, UPCAST: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax weights of a run of tiles times a block of value latents, not yet normalized.
+    """Multiply the softmax weights of a run of tiles with a block of value latents; not yet normalized.
 
     Grid: (blocks, runs, batch).
 
@@ -27,16 +27,16 @@ def values_kernel(
     logits_ptr : (batch, all_rows, logits_stride) float32
         From :func:`recalkv.kernels.scores.scores_kernel`.
     seen_ptr, behind
-        As there.
+        Same as in :func:`recalkv.kernels.scores.scores_kernel`.
     WIDE
-        Columns on the long side of the products, of which a warp group's tensor cores take 64 at once; those of an A100
-        would read such latents in small pieces.
+        Make columns the long side of the products, of which warp-group tensor cores take 64 at once; an A100 would load
+        latents for this in small pieces.
     blocks_ptr : (blocks, 6) int32
-        Of each block: first latent column, columns, first row, rows, place of its first element in the
-        context of one sequence, and the row stride there.
+        For each block: first latent column, number of columns, first row, number of rows, offset of its first element
+        in the context of one sequence, and the row stride there.
     partial_ptr : (batch, runs, total) float32
     most_ptr, sum_ptr : (batch, runs, all_rows) float32
-        Largest score of a row, and the sum of its weights; minus infinity and 0 where it attends to nothing.
+        Maximum score of each row, and the sum of its weights; minus infinity and 0 if the row attends to nothing.
     """
     block, run, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     runs = tl.num_programs(1)
@@ -64,7 +64,7 @@ def values_kernel(
         finite = tl.where(larger == float("-inf"), 0.0, larger)
         weights = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(most - finite)
-        # Slots that nobody attends to may hold anything, NaN included.
+        # Slots that no row attends to may hold any data, NaN included.
         used = slot_ok & (tl.max(weights, axis=0) > 0)
         slot_offsets = slot_places(batch, slot, latent_batch_stride, latent_slot_stride, ALIGN)
         latents = load_latents(latent_ptr, used, first_column + in_block, columns_ok, slot_offsets, UPCAST)
@@ -80,7 +80,7 @@ def values_kernel(
         context = tl.trans(context)
     at = partial_ptr + sequence * total + place + rows[:, None] * stride + in_block[None, :]
     tl.store(at, context, mask=rows_ok[:, None] & columns_ok[None, :])
-    # Blocks of the same rows have the same sums; whoever writes them last writes the same.
+    # Blocks of the same rows compute the same sums, so the order of their writes does not matter.
     at = sequence * all_rows + first_row + rows
     tl.store(most_ptr + at, most, mask=rows_ok)
     tl.store(sum_ptr + at, weight, mask=rows_ok)
@@ -91,7 +91,7 @@ def _context(
     partial_ptr, most_ptr, sequence, runs, all_rows, total, row, rows_ok, most, at, ok,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A block of latent context, (rows, columns), summed over the runs, many of them read at once; not normalized."""
+    """Sum a block of latent context, (rows, columns), over the runs, BLOCK_R runs at a time; not normalized."""
     context = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
     for start in range(0, runs, BLOCK_R):
         run = start + tl.arange(0, BLOCK_R)
@@ -115,12 +115,12 @@ def combine_kernel(
     Parameters
     ----------
     heads_ptr : (kv heads, 4) int32
-        Ranks of all heads before, rank, start of the head's block of R_v in ``up_ptr`` and the row stride there.
+        Sum of the ranks of all previous heads, rank, start of the head's block of R_v in ``up_ptr``, its row stride.
     output_ptr : (batch, QUERIES, inner)
-        What the output projection reads. With HAS_UP blocks are BLOCK_D columns of a head's output; without,
-        R_v being in the output projection, BLOCK_C columns of its latent context.
+        Input of the output projection. With HAS_UP, blocks are BLOCK_D columns of a head's output; without it, as R_v
+        is fused into the output projection, BLOCK_C columns of the head's latent context.
     BLOCK_R
-        Runs that are read at once.
+        Runs read at once.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     before, rank, up_start, up_stride = head_row(heads_ptr, head, ALIGN, ALIGN)
@@ -141,9 +141,9 @@ def combine_kernel(
         weight = weight * tl.exp2(most - finite) + tl.sum(sums * tl.exp2(own - finite[None, :]), axis=0)
         most = larger
     most = tl.where(most == float("-inf"), 0.0, most)
-    # A row that attends to nothing, as padding does, is zero.
+    # A row that attends to nothing (padding) is zero.
     share = (1.0 / tl.where(weight > 0, weight, 1.0))[:, None]
-    # Rows of the context of one sequence: all of a head before those of the next.
+    # Context rows of one sequence are ordered by head.
     context_at = (before * ROWS + rows * rank)[:, None]
     query_head = rows // QUERIES
     token = (batch * QUERIES + rows % QUERIES)[:, None].to(tl.int64) * inner

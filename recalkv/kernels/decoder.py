@@ -1,4 +1,4 @@
-"""What decodes by the kernels, and how the layers of a model get it."""
+"""Decoding with the kernels, and their installation in the layers of a model."""
 
 import importlib.util
 import warnings
@@ -20,26 +20,25 @@ _HEAD_DIMS = range(2, 257, 2)
 _TRITON = (3, 6)
 
 _PREPARED_SLOTS = 1 << 20
-"""Slots up to which rotary tables are made beforehand: 8 MB at 128 dimensions of a head, once for all layers."""
+"""Slots for which rotary tables are built in advance: 8 MB at head size 128, once for all layers."""
 
 
 class KernelDecoder:
-    """Attends by the kernels for a layer's short queries over a filled cache.
+    """Computes a layer's attention of a few queries over a filled cache with the kernels.
 
-    Prompts, more than a few queries, gradients, autocast, eager attention and masks that are not boolean stay with
-    plain torch, and in compiled models more than one query. The factors are views of one buffer, so that whatever is
-    written into them is seen; a factor that is put in another's place (``parameter.data = ...``, ``load_state_dict``
-    with ``assign``) is noticed by its address, but not in a compiled model: compile after it. Packed latents are not
-    for the kernels (:func:`why_not`).
+    Plain torch handles prefill, more than a few queries, gradients, autocast, eager attention and non-boolean masks,
+    and in compiled models more than one query. The factors are views of one buffer, so in-place changes are seen. A
+    replaced factor (``parameter.data = ...``, ``load_state_dict`` with ``assign``) is detected by its address, but not
+    in a compiled model: compile after replacing it. The kernels do not support packed latents (:func:`why_not`).
 
     Parameters
     ----------
     layer
         The layer.
     rotary
-        Of all layers with the same rotations.
+        Tables shared by all layers with the same rotations.
     slots
-        Up to which single queries find all that they need made beforehand, as compiled models cannot make it.
+        Slots for which the tables of single queries are built in advance, as compiled models cannot build them.
     """
 
     def __init__(self, layer: LatentAttention, rotary: TileRotary, slots: int) -> None:
@@ -49,13 +48,13 @@ class KernelDecoder:
         self.follow()
 
     def follow(self) -> None:
-        """Make what single queries need where the weights are."""
+        """Build the tables of single queries on the device of the weights."""
         self._plan = None
         step = self.plan().step(self.layer.num_key_value_groups)
         self._rotary.tables(step.launch.tile, self._slots, self.layer.k_proj.weight.device)
 
     def attend(self, query: Tensor, cached: Cached, mask: Tensor | None) -> Tensor:
-        """Input of the output projection, (batch, queries, its inputs)."""
+        """Return the input of the output projection, (batch, queries, input features)."""
         from recalkv.kernels.attention import latent_attention
 
         layer, slots = self.layer, cached.z_k.shape[2]
@@ -74,12 +73,12 @@ class KernelDecoder:
         )
 
     def takes(self, query: Tensor, cached: Cached, mask: Any) -> bool:
-        """Whether the kernels can attend for these queries."""
+        """Whether the kernels support these queries."""
         layer, length, slots = self.layer, query.shape[1], cached.z_k.shape[2]
-        # Autocast keeps to plain torch, and so does whatever needs a gradient.
+        # Autocast and gradients need plain torch.
         if cached.fresh or torch.is_autocast_enabled(query.device.type):
             return False
-        # A model may have moved since it was given kernels.
+        # The model may have moved since the kernels were installed.
         served = query.is_cuda or torch.compiler.is_compiling() or _interprets()
         if query.dtype not in _TYPES or not served:
             return False
@@ -100,7 +99,7 @@ class KernelDecoder:
         return self._rotary.has(self._plan.step(rows).launch.tile, slots, device)
 
     def plan(self) -> LayerPlan:
-        """Made once, and again when a parameter is rebound, which its address tells."""
+        """Return the layer's plan, rebuilt when the address of a factor has changed."""
         if torch.compiler.is_compiling():
             assert self._plan is not None
             return self._plan
@@ -121,12 +120,12 @@ class KernelDecoder:
 
 
 def is_compressed(model: nn.Module) -> bool:
-    """Whether a model has latent attention, and so a choice of :func:`use_kernels`."""
+    """Whether a model has latent attention, so that :func:`use_kernels` applies."""
     return any(isinstance(module, LatentAttention) for module in model.modules())
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why the kernels cannot serve a model where it is; None if they can."""
+    """Return why the kernels cannot serve a model on its device; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it comes with `pip install '.[kernels]'` in a clone of recalkv)"
     layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
@@ -157,28 +156,28 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def why_not_best(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why ``auto`` leaves the kernels alone where they could serve; None if it does not."""
-    # Products of float32 numbers, as exact as plain torch's, have more of them in hand than there are registers.
+    """Return why ``auto`` does not use kernels that are supported; None if it uses them."""
+    # Full-precision float32 products need more registers than there are.
     return "float32 has no tensor cores here" if device.type == "cuda" and dtype == torch.float32 else None
 
 
 def choose_kernels(model: Any) -> None:
-    """Use the kernels on a GPU where they serve; dense models are left alone."""
+    """Use the kernels for a compressed model on a GPU where they are supported; leave other models unchanged."""
     if is_compressed(model) and model.device.type != "cpu":
         use_kernels(model, "auto")
 
 
 def use_kernels(model: Any, kernel: str = "triton") -> Any:
-    """Choose how a compressed model decodes; returns the model.
+    """Select how a compressed model decodes, and return the model.
 
     Parameters
     ----------
     model
         A model of :mod:`recalkv.model.modeling`, on its device.
     kernel
-        ``triton`` uses the kernels and raises where they cannot serve; ``auto`` uses them where they can, get a
-        trial step right (:mod:`recalkv.kernels.trial`) and are not slow, as in float32 on a GPU, and says in one
-        warning why not; ``torch`` goes back to plain torch.
+        ``triton`` uses the kernels, and raises if they are not supported; ``auto`` uses them if they are supported,
+        pass a trial step (:mod:`recalkv.kernels.trial`) and are not slow (float32 on a GPU), and otherwise warns once
+        with the reason; ``torch`` returns to plain torch.
 
     Raises
     ------
@@ -210,7 +209,7 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
 
 
 def decoder_of(module: nn.Module) -> KernelDecoder | None:
-    """What attends for a layer by the kernels; None where plain torch does, and for other modules."""
+    """Return the kernel decoder of a layer; None if the layer uses plain torch, and for other modules."""
     decoder = module.decoder if isinstance(module, LatentAttention) else None
     return decoder if isinstance(decoder, KernelDecoder) else None
 
@@ -229,7 +228,7 @@ def _install(model: Any, kernel: str) -> None:
 
 
 def _interprets() -> bool:
-    """Whether Triton's interpreter runs kernels, on any device."""
+    """Whether kernels run in Triton's interpreter, on any device."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -1,4 +1,4 @@
-"""What all launches share: how a context is split, what a device has, and where the result goes."""
+"""Functions shared by all launches: split of the context, device properties, and output allocation."""
 
 import functools
 import math
@@ -9,52 +9,52 @@ from torch import Tensor
 
 
 def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
-    """Room for what the output projection reads."""
+    """Allocate the input of the output projection."""
     batch, queries, h, head_dim = query.shape
     inner = total // queries if value_up is None else h * head_dim
     return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)
 
 
 def split(slots: int, tile: int, runs: int) -> int:
-    """Runs that a launch has: at most one for each tile that the cache has room for."""
+    """Return the number of runs of a launch: at most one per tile of the cache."""
     return max(1, min(-(-slots // tile), runs))
 
 
 def row_alignment(latents: Tensor, own: int) -> int:
-    """What divides the strides of latents (batch, slots, columns) as well as what their columns start at."""
+    """Return the alignment of latents (batch, slots, columns): a divisor of their strides and of column starts."""
     return math.gcd(own, latents.stride(0), latents.stride(1))
 
 
 @functools.cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; those of an H100 where there is no device."""
+    """Return the shared memory limit of a program in bytes; without a CUDA device, that of an H100."""
     if device.type != "cuda":
         return 232_448
-    # What a kernel may ask for is more than what it gets unasked; torch's type stubs do not have it.
+    # The opt-in limit exceeds the default one; torch's type stubs lack it.
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
 def wide_products(device: torch.device) -> bool:
-    """Whether the tensor cores of a device work for groups of warps, on 64 rows at once."""
+    """Whether the tensor cores of a device work on warp groups, 64 rows at once."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 _resident: dict[Any, int] = {}
-"""Programs of a compiled kernel that fit a processor at once, by what it was compiled for."""
+"""Programs of a compiled kernel that fit a multiprocessor (SM) at once, by what it was compiled for."""
 
 
 def device_runs(device: torch.device, programs: int, kind: Any) -> int:
-    """Runs that fill every processor once, with as many programs as fit there at once.
+    """Return the number of runs that fill every SM once, with as many programs as it can hold.
 
     Parameters
     ----------
     programs
-        Of one run.
+        Programs per run.
     kind
-        What the kernel is compiled for, as :func:`note_resources` was told; before its first launch one program is
-        taken to fit.
+        What the kernel is compiled for, as passed to :func:`note_resources`; before the first launch, one program per
+        SM is assumed.
     """
     if device.type != "cuda":
         return 1
@@ -62,7 +62,7 @@ def device_runs(device: torch.device, programs: int, kind: Any) -> int:
 
 
 def note_resources(kind: Any, compiled: Any, warps: int, device: torch.device) -> None:
-    """Remember what a launch tells of the kernel's registers and shared memory; nothing where it is interpreted."""
+    """Record a launched kernel's programs per SM from its registers and shared memory; skip interpreted kernels."""
     if kind in _resident or device.type != "cuda" or not hasattr(compiled, "n_regs"):
         return
     properties: Any = torch.cuda.get_device_properties(device)
@@ -71,17 +71,17 @@ def note_resources(kind: Any, compiled: Any, warps: int, device: torch.device) -
 
 
 def resident_programs(registers: int, shared: int, warps: int, room: int) -> int:
-    """Programs that fit a processor at once.
+    """Return the number of programs that fit an SM at once.
 
     Parameters
     ----------
     registers
-        Of a thread.
+        Registers per thread.
     shared, room
-        Bytes of shared memory of a program, and of the processor, which keeps 1 KB of each program for itself.
+        Bytes of shared memory of a program and of the SM, which reserves 1 KB per program.
     warps
-        Of a program.
+        Warps per program.
     """
-    # A processor has 65,536 registers, given out 256 at a time to a warp, and 64 warps.
+    # An SM has 65,536 registers, allocated to a warp in units of 256, and 64 warps.
     per_warp = -(-max(registers, 1) * 32 // 256) * 256
     return max(1, min(65_536 // (per_warp * warps), room // (shared + 1024), 64 // warps))

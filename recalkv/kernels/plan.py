@@ -1,4 +1,4 @@
-"""What the kernels need to know of one layer: where heads, groups and segments stand, and block sizes."""
+"""Tables of one layer for the kernels: offsets of heads and groups, and block sizes."""
 
 import itertools
 import math
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 TILE = 64
-"""Slots of a tile of values; a tile of keys is as long, or twice or half of it."""
+"""Slots of a tile of values; a tile of keys has as many slots, twice as many or a quarter."""
 
 STAGES = 2
-"""Tiles in flight; a third costs shared memory."""
+"""Pipeline stages, tiles in flight; a third costs shared memory."""
 
 MAX_ROWS = 32
-"""Most query heads of a KV head x queries that one program takes."""
+"""Maximum number of rows (query heads of a KV head x queries) per program."""
 
 VALUE_WARPS = 4
 """Warps of ``values_kernel``."""
 
 COMBINE_COLUMNS = 64
-"""Columns of a latent context that ``combine_kernel`` sums at a time."""
+"""Columns of a latent context that ``combine_kernel`` sums at once."""
 
 _STREAMED_RANK = 64
-"""Rows of R_k read at a time where it is not resident."""
+"""Rows of R_k read at once where it is not resident."""
 
 _LARGE_SHARED = 200_000
-"""Bytes of shared memory that programs have where tensor cores work for groups of warps, which spare registers."""
+"""Shared memory limit in bytes above which tensor cores are taken to work on warp groups, which saves registers."""
 
 _MAX_COLUMNS = 128
 _WIDEST = 16
@@ -40,11 +40,11 @@ class ScoresLaunch:
     Attributes
     ----------
     rank_first, rank_second
-        Powers of two that cover the rank where R_k is resident; rows read at a time, and 0, where it is streamed.
+        Powers of two that cover the rank if R_k is resident; rows read at once, and 0, if it is streamed.
     resident
-        Whether R_k of a head stays in shared memory over a whole run of tiles.
+        Whether a head's R_k stays in shared memory for a whole run of tiles.
     tile, warps
-        Slots of a tile, warps of a program.
+        Slots per tile, warps per program.
     """
 
     rank_first: int
@@ -55,9 +55,9 @@ class ScoresLaunch:
 
 
 def cover_rank(rank: int) -> tuple[int, int]:
-    """One or two powers of two that cover a rank with little padding: 160 is 128 + 32, 87 is 64 + 32.
+    """Return one or two powers of two that cover a rank with little padding: 160 is 128 + 32, 87 is 64 + 32.
 
-    Blocks have at least as many rows as tensor cores take, 16.
+    Blocks have at least 16 rows, the minimum of tensor cores.
     """
     below = max(16, 1 << (rank.bit_length() - 1))
     rest = rank - below
@@ -66,7 +66,7 @@ def cover_rank(rank: int) -> tuple[int, int]:
 
 
 def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limit: int) -> ScoresLaunch:
-    """Constants that compile without spills worth mentioning and fit the device (``tests.compiling``).
+    """Return constants that compile almost without register spills and fit the device (``tests.compiling``).
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limi
     rows
         Query heads of a KV head x queries.
     element
-        Bytes of an element of R_k.
+        Bytes per element of R_k.
     shared_limit
-        Bytes of shared memory that a program may have.
+        Shared memory limit of a program, in bytes.
     """
     first, second = cover_rank(rank)
     if head_dim <= 128:
@@ -91,21 +91,21 @@ def scores_launch(rank: int, head_dim: int, rows: int, element: int, shared_limi
 
 
 def _resident_bytes(rank: int, head_dim: int, tile: int, rows: int, element: int) -> int:
-    """Shared memory of a program that keeps R_k: R_k, tiles of latents in flight, angles, and queries' products."""
+    """Return the shared memory of a program with resident R_k: R_k, latent tiles in flight, angles, and products."""
     angles = 256 * tile
     products = 0 if rows == 1 else 392 * tile * element // 2
     return element * rank * head_dim + STAGES * element * tile * rank + angles + products
 
 
 def row_block(rows: int) -> int:
-    """Rows that a program reserves: ``tl.dot`` wants sixteen; a single one is a sum of products instead."""
+    """Return the padded rows of a program: ``tl.dot`` needs 16; a single row is a sum of products instead."""
     return 1 if rows == 1 else max(16, 1 << (rows - 1).bit_length())
 
 
 def combine_blocks(rows: int) -> tuple[int, int]:
-    """Rows that a program of ``combine_kernel`` reserves, and runs that it reads at once.
+    """Return the padded rows of a program of ``combine_kernel``, and the runs that it reads at once.
 
-    A few rows are summed as they are, more are a product of tensor cores. What is read at once stays in registers.
+    A few rows are summed elementwise, more rows use tensor cores. The runs read at once fit in registers.
     """
     block = 1 << (rows - 1).bit_length()
     block = block if block <= 4 else max(16, block)
@@ -113,17 +113,17 @@ def combine_blocks(rows: int) -> tuple[int, int]:
 
 
 def output_block(head_dim: int) -> int:
-    """Columns of a head's output that one program of ``combine_kernel`` takes: few, as heads are few at batch 1."""
+    """Return the columns of a head's output per program of ``combine_kernel``: few, as batch 1 has few heads."""
     return min(32, max(16, 1 << (head_dim - 1).bit_length()))
 
 
 def alignment(numbers: Iterable[int]) -> int:
-    """Largest power of two, up to 16, that divides all."""
+    """Return the largest power of two, up to 16, that divides all numbers."""
     return math.gcd(_WIDEST, *numbers)
 
 
 def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int) -> tuple[list[list[int]], int, int]:
-    """Blocks of value latents and query rows that one program of ``values_kernel`` takes.
+    """Divide value latents and query rows into blocks, one per program of ``values_kernel``.
 
     Parameters
     ----------
@@ -135,9 +135,9 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
     Returns
     -------
     blocks, rows, columns
-        First latent column, columns, first row, rows, place in the context and row stride there, of each
-        block; and the powers of two that hold the rows and columns of any block. The context of one
-        sequence is that of all groups, one after the other, (rows of the group, rank) each.
+        For each block: first latent column, number of columns, first row, number of rows, offset in the context, and
+        row stride there; and the powers of two that hold the rows and columns of any block. The context of a sequence
+        concatenates the contexts of all groups, (rows of the group, rank) each.
     """
     most = max(heads) * rows_per_head
     row_block = min(MAX_ROWS, max(16, 1 << (most - 1).bit_length()))
@@ -154,11 +154,11 @@ def value_blocks(ranks: Sequence[int], heads: Sequence[int], rows_per_head: int)
 
 
 def joined(factors: Sequence[Tensor]) -> Tensor:
-    """One buffer that holds all factors row by row; the factors become views of it.
+    """Copy all factors into one buffer, row by row, and make them views of the buffer.
 
-    So whatever is written into a factor, by ``.data`` as well, is what the kernels read.
+    The kernels thus read everything that is written into a factor, also through ``.data``.
     """
-    # The buffer outlives the call: made in inference mode, it could not serve a backward pass later.
+    # The buffer outlives the call: an inference tensor could not be used in a later backward pass.
     with torch.inference_mode(False), torch.no_grad():
         buffer = torch.cat([factor.detach().reshape(-1) for factor in factors])
         start = 0
@@ -170,7 +170,7 @@ def joined(factors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What one number of queries needs: constants of ``scores_kernel``, and blocks of ``values_kernel``.
+    """Launch parameters for one number of queries: constants of ``scores_kernel``, and blocks of ``values_kernel``.
 
     Attributes
     ----------
@@ -179,7 +179,7 @@ class Step:
     blocks
         Table of :func:`value_blocks` on the device.
     rows, columns, alignment
-        Powers of two that hold any block, and what divides the blocks' columns.
+        Powers of two that hold the rows and columns of any block, and a divisor of all first columns and widths.
     """
 
     launch: ScoresLaunch
@@ -195,13 +195,13 @@ class LayerPlan:
     Parameters
     ----------
     key_up, value_up
-        ``R_k`` and ``R_v`` of all groups in one buffer (:func:`joined`); no ``R_v`` where W_o has it.
+        ``R_k`` and ``R_v`` of all groups, in one buffer each (:func:`joined`); ``R_v`` is None if fused into W_o.
     key_ranks, key_heads, value_ranks, value_heads
         Latent rank and KV heads of each group.
     head_dim
-        Head dimension, even.
+        Head size, even.
     shared_limit
-        Bytes of shared memory that a program may have.
+        Shared memory limit of a program, in bytes.
     """
 
     def __init__(
@@ -237,11 +237,11 @@ class LayerPlan:
         self._steps: dict[int, Step] = {}
 
     def has(self, rows_per_head: int) -> bool:
-        """Whether :meth:`step` has nothing to make, as compiled models need it."""
+        """Whether the step exists already, as compiled models require."""
         return rows_per_head in self._steps
 
     def step(self, rows_per_head: int) -> Step:
-        """Tables of a number of query heads per KV head x queries, made once."""
+        """Return the launch parameters for a number of rows (query heads of a KV head x queries), built once."""
         if rows_per_head not in self._steps:
             blocks, rows, columns = value_blocks(self.value_ranks, self.value_heads, rows_per_head)
             numbers = [number for block in blocks for number in block[:2]]
@@ -255,7 +255,7 @@ class LayerPlan:
 
 
 def _groups_of(ranks: Sequence[int], heads: Sequence[int], head_dim: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rank, heads, start of the factor in its buffer, and first latent column, of each group."""
+    """Yield rank, heads, start of the factor in its buffer, and first latent column of each group."""
     start = column = 0
     for rank, own in zip(ranks, heads, strict=True):
         yield rank, own, start, column

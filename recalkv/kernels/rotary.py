@@ -1,9 +1,9 @@
-"""RoPE for tiles of cache slots: angles of tile starts and of places within a tile, exact at any distance.
+"""RoPE for tiles of cache slots: angles of tile starts and of offsets within a tile, exact at any distance.
 
-Scores depend on the distance of query and key only. For a tile that starts at slot ``a``, the query is
-turned back by the angle of ``a`` and keys are turned by their place in the tile, so that one small table
-serves all tiles. The query itself is turned by the start of its own tile and then by its place there. All
-angles come from float64: at slot 100,000 a float32 product of slot and frequency is wrong by up to 0.004 rad.
+Scores depend only on the distance between query and key. For a tile that starts at slot ``a``, the query is rotated
+back by the angle of ``a`` and keys are rotated by their offset in the tile, so that one small table serves all tiles.
+The query itself is rotated by the start of its tile and then by its offset in it. All angles are computed in float64:
+at slot 100,000 a float32 product of slot and frequency is wrong by up to 0.004 rad.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class TileRotary:
-    """Cos and sin of tile starts and of places within a tile, shared by all layers of a model.
+    """Cos and sin of tile starts and of offsets within a tile, shared by all layers of a model.
 
     Parameters
     ----------
     rotary
-        The model's rotary module, of fixed frequencies: ``inv_freq`` (d_h / 2,) and ``attention_scaling``.
+        The model's rotary module with fixed frequencies: ``inv_freq`` (d_h / 2,) and ``attention_scaling``.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -29,7 +29,7 @@ class TileRotary:
         self._outgrown: list[Tensor] = []
 
     def tables(self, tile: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Angles of the starts of tiles and of the places within one, cos and sin.
+        """Return cos and sin of the angles of tile starts and of the offsets within a tile.
 
         Returns
         -------
@@ -49,12 +49,12 @@ class TileRotary:
         return anchors, self._offsets[key]
 
     def has(self, tile: int, slots: int, device: torch.device) -> bool:
-        """Whether :meth:`tables` has nothing to make, as compiled models need it."""
+        """Whether the tables exist already, as compiled models require."""
         key = (tile, device)
         return key in self._anchors and len(self._anchors[key]) * tile >= slots
 
     def _table(self, positions: Tensor, device: torch.device) -> Tensor:
         angles = positions.double()[:, None] * self._frequencies
-        # The table outlives the call: made in inference mode, it could not serve a backward pass later.
+        # The table outlives the call: an inference tensor could not be used in a later backward pass.
         with torch.inference_mode(False):
             return torch.stack([angles.cos(), angles.sin()], dim=1).float().to(device)

@@ -1,7 +1,7 @@
-"""Scores of decode attention over latents, in Triton: keys are rebuilt, turned and multiplied with the queries.
+"""Scores of decode attention over latents, in Triton: keys are rebuilt, rotated and multiplied with the queries.
 
-One program per KV head and run of tiles rebuilds keys from latents, turns them and the head's queries by RoPE
-and takes their products. A group's latents are read once per head, from the level-2 cache after the first.
+One program per KV head and run of tiles rebuilds keys from latents, rotates them and the head's queries by RoPE and
+computes their products. A group's latents are read once per head, from the L2 cache after the first.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles, slot_places, turned_pairs
 
 
-# What changes while a sequence grows must not be compiled in.
+# Arguments that change as a sequence grows must not be specialized.
 @triton.jit(
     do_not_specialize=["behind", "latent_batch_stride", "mask_batch_stride", "mask_query_stride"]
 )  # fmt: skip
@@ -23,7 +23,7 @@ def scores_kernel(
     ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, MASK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one KV head's queries against a run of tiles, in units of log 2.
+    """Compute scores of one KV head's queries against a run of tiles, in units of log 2 (for ``exp2``).
 
     Grid: (runs, KV heads, batch).
 
@@ -32,22 +32,22 @@ def scores_kernel(
     query_ptr : (batch, QUERIES, kv heads, ROWS / QUERIES, 2 HALF), before RoPE
         ROWS = query heads of a KV head x queries; row = query head x QUERIES + query.
     anchor_ptr, offset_ptr : (tiles, 2, HALF), (BLOCK_N, 2, HALF) float32
-        Cos and sin of the starts of tiles and of the places within one.
+        Cos and sin of the RoPE angles of tile starts and of the offsets within a tile.
     seen_ptr : (1,) int32 or int64
-        Plus ``behind``: slots up to the last query's, itself included. The queries stand in the last of them. The runs
-        share these slots, whatever the cache holds beyond them.
+        Added to ``behind``: number of slots up to and including the last query's. The queries are in the last slots.
+        The runs divide these slots, however large the cache is.
     heads_ptr : (kv heads, 4) int32
-        First latent column, rank, start of the head's block in ``up_ptr`` and the row stride there.
+        First latent column, rank, start of the head's block in ``up_ptr``, and its row stride.
     mask_ptr
-        Unused with MASK 0 (every slot that is seen) and 1 (causal); with 2 a boolean (batch, QUERIES, slots).
+        Unused with MASK 0 (all these slots) and 1 (causal); a boolean (batch, QUERIES, slots) with MASK 2.
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
         Minus infinity where masked; not written past the last query.
     ALIGN, UP_ALIGN
-        Divide the first two entries of ``heads_ptr`` and the latents' strides, and the last two entries: how many
-        elements may be read at once.
+        ALIGN divides the first two entries of ``heads_ptr`` and the latents' strides, UP_ALIGN the last two entries;
+        they allow vectorized loads.
     RANK_A, RANK_B
-        Powers of two that cover the ranks. With RESIDENT R_k stays in registers or shared memory for the
-        whole run, in blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
+        Powers of two that cover the ranks. With RESIDENT, R_k stays in registers or shared memory for the whole run, in
+        blocks of these sizes; otherwise it is read again for each tile, RANK_A rows at a time.
     """
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
@@ -65,7 +65,7 @@ def scores_kernel(
     query_ok = rows_ok[:, None] & places_ok[None, :]
     query_left = tl.load(query_at, mask=query_ok, other=0.0).to(tl.float32)
     query_right = tl.load(query_at + HALF, mask=query_ok, other=0.0).to(tl.float32)
-    # By the start of its tile, then by its place there: no angle is larger than float64 tells apart.
+    # Rotate by the start of the query's tile, then by its offset in the tile; both tables come from float64 angles.
     own_tile = anchor_ptr + (own_slot // BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
     query_left, query_right = turned_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
     own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
@@ -115,7 +115,7 @@ def scores_kernel(
             inverse = tl.rsqrt(power + eps)[:, None]
             left *= inverse * tl.load(norm_ptr + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
             right *= inverse * tl.load(norm_ptr + HALF + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
-        # Keys turn by their place in the tile, queries back by the tile's start.
+        # Rotate keys by their offset in the tile, and queries back by the tile's start.
         in_tile_at = offset_ptr + in_tile[:, None] * (2 * HALF) + places[None, :]
         key_left, key_right = turned_pairs(left, right, in_tile_at, places_ok[None, :], HALF, 1)
         tile_at = anchor_ptr + tile * (2 * HALF) + places[None, :]
@@ -127,7 +127,7 @@ def scores_kernel(
                 kind = query_ptr.dtype.element_ty
                 turned_left, turned_right = turned_left.to(kind), turned_right.to(kind)
                 key_left, key_right = key_left.to(kind), key_right.to(kind)
-            # Slots on the long side, of which tensor cores take 64 at once.
+            # Slots are the long side, of which tensor cores take 64 at once.
             scores = tl.dot(key_left, tl.trans(turned_left), input_precision="ieee")
             scores = tl.trans(tl.dot(key_right, tl.trans(turned_right), scores, input_precision="ieee"))
         scores *= scaling

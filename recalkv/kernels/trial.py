@@ -1,4 +1,4 @@
-"""One decoding step by the kernels beside plain torch, before ``auto`` trusts them on a device."""
+"""Trial step: the kernels are compared with plain torch before ``auto`` uses them on a device."""
 
 import torch
 from transformers import DynamicCache
@@ -6,20 +6,20 @@ from transformers import DynamicCache
 from recalkv.model.attention import LatentAttention
 
 _CACHED = 300
-"""Tokens in the cache of the trial: several tiles, and the last one not full."""
+"""Tokens in the trial's cache: several tiles, the last one partly filled."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest difference of an output, over the outputs' root mean square."""
+"""Maximum difference of an output, relative to the outputs' root mean square."""
 
 
 @torch.inference_mode()
 def why_wrong(layer: LatentAttention) -> str | None:
-    """Why a layer's kernels are not to be trusted here; None if their step gives what plain torch gives.
+    """Return why a layer's kernels cannot be trusted on this device; None if their step agrees with plain torch.
 
     Parameters
     ----------
     layer
-        One that has a :class:`recalkv.kernels.decoder.KernelDecoder`. One layer stands for the others.
+        Layer with a :class:`recalkv.kernels.decoder.KernelDecoder`, tested in place of all layers.
     """
     weight = layer.k_proj.weight
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ def why_wrong(layer: LatentAttention) -> str | None:
         error = float((found - expected).float().abs().max() / expected.float().square().mean().sqrt())
     except Exception as failure:  # a compiler or driver may raise anything
         return f"a trial step by the kernels failed ({type(failure).__name__}: {str(failure).splitlines()[0][:200]})"
-    # Written so that NaN is wrong.
+    # Negated so that NaN fails.
     if not error <= _TOLERANCE[weight.dtype]:
         return f"a trial step by the kernels was off by {error:.1e} of the outputs' size"
     return None

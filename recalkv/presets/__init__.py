@@ -1,4 +1,4 @@
-"""Parameter files: the defaults, named settings, or those of a model, each value explained."""
+"""Parameter files with a comment on every value: the defaults, named settings, or the settings of a model."""
 
 import functools
 import re
@@ -20,23 +20,23 @@ _HEADER = """\
 """
 _WIDTH = 120
 _COLUMN = 34
-"""Where comments begin that follow a value."""
+"""Column where a comment after a value begins."""
 
 
 def preset_names() -> list[str]:
-    """Names of all presets."""
+    """Return the names of all presets."""
     return [*_overlays()]
 
 
 def preset(name: str, ratio: float | None = None) -> Params:
-    """Parameters of a preset: the defaults, with the preset's values in place of some.
+    """Return the parameters of a preset: the defaults, overridden by the preset's values.
 
     Parameters
     ----------
     name
-        Of :func:`preset_names`; a model of the paper's also without ``paper/``.
+        One of :func:`preset_names`; for a model of the paper, ``paper/`` may be omitted.
     ratio
-        ``compression.ratio`` in place of the preset's.
+        Value of ``compression.ratio`` that overrides the preset's.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def preset(name: str, ratio: float | None = None) -> Params:
 
 
 def render(params: Params) -> str:
-    """Content of ``params.yaml``: every value, with its description as a comment."""
+    """Return the content of ``params.yaml``: every value, with its description as a comment."""
     lines = [_HEADER.rstrip()]
     for section, model in _sections().items():
         values = getattr(params, section)
@@ -69,13 +69,13 @@ def render(params: Params) -> str:
 
 
 def describe(field: FieldInfo) -> str:
-    """Description of a parameter, after the values that it can have where they are listed."""
+    """Return the description of a parameter, preceded by its possible values if they are enumerated."""
     choices = _choices(field.annotation)
     return f"{choices}: {field.description}" if choices else field.description or ""
 
 
 def is_rendered(text: str) -> bool:
-    """Whether a parameter file is one that :func:`render` wrote and nobody changed, but for its ratio."""
+    """Whether a parameter file was written by :func:`render` and not changed, except for its ratio."""
     found = re.search(r"^  ratio: (\S+)\s", text, re.MULTILINE)
     ratio = yaml.safe_load(found[1]) if found else 0.0
     if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
@@ -84,13 +84,13 @@ def is_rendered(text: str) -> bool:
 
 
 def _sections() -> dict[str, type[BaseModel]]:
-    """Sections of the file, by name."""
+    """Return the sections of the file by name."""
     return {name: field.annotation for name, field in Params.model_fields.items()}  # type: ignore[misc]
 
 
 @functools.cache
 def _overlays() -> dict[str, list[dict[str, Any]]]:
-    """What each preset has in place of the defaults, by name; later ones go before earlier ones."""
+    """Return the overlays over the defaults of each preset, by name; later overlays take precedence."""
     written: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
     return (
         {name: [own] for name, own in written["settings"].items()}
@@ -100,7 +100,7 @@ def _overlays() -> dict[str, list[dict[str, Any]]]:
 
 
 def _entry(key: str, value: Any, description: str) -> list[str]:
-    """One value with its comment after it, or above it where both do not fit a line."""
+    """Return the lines of one value, with its comment after it, or above it if both do not fit on one line."""
     if isinstance(value, list) and any(isinstance(item, str) and " " in item for item in value):
         shown = f"  {key}:" + "".join(f"\n    - {_scalar(item)}" for item in value)
     else:
@@ -112,7 +112,7 @@ def _entry(key: str, value: Any, description: str) -> list[str]:
 
 
 def _choices(annotation: Any) -> str:
-    """Values that a parameter can have, where they are listed; else nothing."""
+    """Return the possible values of a parameter if they are enumerated, else an empty string."""
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     if not any(get_origin(kind) is Literal for kind in kinds):
         return ""
@@ -123,7 +123,7 @@ def _choices(annotation: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """A value, or a list of some, as YAML on one line."""
+    """Return a value, or a list of values, as YAML on one line."""
     dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return dumped.removesuffix("\n").removesuffix("\n...")
 

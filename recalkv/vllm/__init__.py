@@ -1,7 +1,7 @@
-"""The codec in vLLM, as an out-of-tree attention backend: run ``vllm serve`` on a folder with a side-car.
+"""The codec as an out-of-tree attention backend of vLLM: run ``vllm serve`` on a folder with a side-car.
 
-vLLM calls :func:`register` in every one of its processes (entry point ``vllm.general_plugins``). Models without a
-side-car are served as if this package were not there.
+vLLM calls :func:`register` in each of its processes (entry point ``vllm.general_plugins``). Models without a side-car
+are served as if this package were not installed.
 """
 
 import functools
@@ -11,7 +11,7 @@ from recalkv.vllm.checks import BACKEND
 
 
 def register() -> None:
-    """Make vLLM know the backend, and choose it for models that have a side-car; harmless when repeated."""
+    """Register the backend with vLLM and select it for models that have a side-car; idempotent."""
     from vllm.platforms import current_platform
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import register_backend
@@ -23,8 +23,8 @@ def register() -> None:
     if getattr(dense, "chooses_recalkv", False):
         return
 
-    # The one place where all of vLLM's platforms choose; that of CPUs takes no backend but its own. What it is given
-    # has changed between versions, so it is passed on as it comes.
+    # All vLLM platforms select their backend in this method; the CPU platform accepts only its built-in backend. The
+    # method's arguments have changed between versions, so they are passed through unchanged.
     def choose(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
         from recalkv.vllm.served import served_model
 
@@ -34,12 +34,12 @@ def register() -> None:
         if served is None:
             return dense(selected_backend, attn_selector_config, *args, **kwargs)
         served.check_backend(selected_backend)
-        # Of layers without a codec, which this backend has none for.
+        # Backend for layers without a codec, which this backend cannot serve.
         own = getattr(selected_backend, "name", selected_backend) == BACKEND
         served.dense = dense(None if own else selected_backend, attn_selector_config, *args, **kwargs)
         return path
 
-    # vLLM keeps a choice by its arguments, which do not say of which model, and a process may make several.
+    # vLLM caches the selection by arguments that do not identify the model, and a process may load several models.
     kept: Any = getattr(selector, "_cached_get_attn_backend", None)
     if hasattr(kept, "__wrapped__"):
 

@@ -1,4 +1,4 @@
-"""vLLM's attention backend over rows of codes: what layers hand over is coded, and no model is changed for it."""
+"""vLLM attention backend over rows of codes: it encodes the keys and values of unmodified models."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from recalkv.vllm.steps import Step, StepBuilder
 
 
 class CodecBackend(AttentionBackend):
-    """The backend; each layer has one of its own, which knows the bytes of its rows."""
+    """Attention backend; each layer gets its own subclass, which knows the layer's row bytes."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto"]
@@ -29,30 +29,30 @@ class CodecBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As vLLM's log has it."""
+        """Return the name shown in vLLM's log."""
         return BACKEND
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """What attends."""
+        """Return the attention implementation."""
         return CodecImpl
 
     @staticmethod
     def get_builder_cls() -> type[StepBuilder]:
-        """What describes a step."""
+        """Return the metadata builder."""
         return StepBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Whole tiles."""
+        """Return the supported block sizes: whole tiles."""
         return [MultipleOf(TILE)]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A row of bytes a token, of all KV heads together."""
+        """Describe the cache as one row of bytes per token for all KV heads together."""
         served = served_model() if cls.served is None else cls.served
         assert served is not None
-        if cls.layer is None:  # asked before layers are known
+        if cls.layer is None:  # called before layers are known
             bytes_of_row = max(each.row_bytes for each in served.layers.values())
         else:
             bytes_of_row = served.row_bytes(cls.layer)
@@ -60,17 +60,17 @@ class CodecBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Windows are served."""
+        """Return True: sliding windows are supported."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """And learned sinks."""
+        """Return True: learned attention sinks are supported."""
         return True
 
 
 class CodecImpl(AttentionImpl[Step]):
-    """Attention of one layer."""
+    """Attention implementation of one layer."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class CodecImpl(AttentionImpl[Step]):
         self._paged: PagedLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Once all layers are made: which one this is, as vLLM does not say before, and what its rows are."""
+        """Look up this layer's name and codec, which vLLM makes available only once all layers are built."""
         if self._paged is not None:
-            return  # weights are loaded again; rows stay as they are
+            return  # weights were reloaded; the row layout does not change
         layers = self.config.compilation_config.static_forward_context
         self._name, layer = next((n, each) for n, each in layers.items() if getattr(each, "impl", None) is self)
         codec = self.served.take(self._name, layer)
@@ -142,10 +142,10 @@ class CodecImpl(AttentionImpl[Step]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write a step's tokens, (tokens, heads, d), and attend from them."""
+        """Write the step's tokens, (tokens, heads, d), to the cache and compute their attention."""
         steps = get_forward_context().attn_metadata
         if attn_metadata is None or not isinstance(steps, dict):
-            # Before there is a cache, vLLM measures what a GPU's memory must leave free for steps, with no requests.
+            # Profiling run: before allocating the cache, vLLM measures the peak memory of a step without requests.
             if self._paged is not None and output.is_cuda and not kv_cache.numel():
                 self._paged.rehearse(query, key, value, output, self.config.model_config.max_model_len)
             return output.zero_()
@@ -172,7 +172,7 @@ class CodecImpl(AttentionImpl[Step]):
         return output
 
     def _bound(self, kv_cache: Tensor) -> PagedLayer:
-        """The layer over vLLM's cache, which it makes after a first pass without one."""
+        """Return the layer bound to vLLM's cache, which vLLM allocates after a first forward pass without one."""
         paged = self._paged
         assert paged is not None
         if self._cache != kv_cache.data_ptr():
@@ -182,6 +182,6 @@ class CodecImpl(AttentionImpl[Step]):
 
 
 def _as_paged(rows: Tensor, row_bytes: int) -> Tensor:
-    """View a cache of vLLM (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
+    """View vLLM's cache (blocks, 1, slots, bytes) as (blocks, tiles, row bytes, TILE)."""
     shape = rows.shape[0], rows.shape[2] // TILE, row_bytes, TILE
     return rows.as_strided(shape, (rows.stride(0), row_bytes * TILE, TILE, 1), rows.storage_offset())

@@ -1,8 +1,8 @@
-"""Which blocks a sequence has for exact states: the first tokens', those that later queries read, and few for prefixes.
+"""Block allocation for exact states: the first tokens, tokens that later queries read, and a few for prefix caching.
 
-vLLM gives a sliding window blocks for all tokens of a step, to free them in the next. Exact states are several times
-larger than rows, so that a long prompt would take the memory of many sequences for one step. But only its first and
-last tokens are read again; what stands between them has the null block, which nobody reads.
+For a sliding window, vLLM allocates blocks for all tokens of a step and frees them in the next step. Exact states are
+several times larger than rows, so a long prompt would take the memory of many sequences for one step. Only the prompt's
+first and last tokens are read again, so the blocks between them are null blocks, which are never read.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
 _RESERVE = 4
-"""One of so many blocks is not taken for prefixes: sequences that are under way need it first."""
+"""One in this many blocks is not used for prefix caching: running sequences have priority."""
 
 
 class ExactTokensManager(SlidingWindowManager):
-    """Gives blocks to what is read, and while there are many also to what prefixes are found by.
+    """Allocates blocks for tokens that are read and, while enough blocks are free, for prefix cache hits.
 
-    A prefix is found where its first tokens are there and a whole window stands before its end: at the end of a step's
-    tokens, after all that were generated, and every ``found_every`` tokens of a prompt.
+    A prefix is a hit if its first tokens and the whole window before its end are cached: at the end of a step's tokens,
+    after all generated tokens, and every ``found_every`` tokens of a prompt.
     """
 
     def __init__(self, kv_cache_spec: "ExactTokensSpec", **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.spec = kv_cache_spec
         self._sink_blocks = cdiv(kv_cache_spec.sinks, self.block_size)
-        # Of each request, blocks from the first on that are given back.
+        # Number of leading blocks of each request that have been freed.
         self._returned: dict[str, int] = {}
 
     def get_num_blocks_to_allocate(
@@ -45,7 +45,7 @@ class ExactTokensManager(SlidingWindowManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Without those that will not be read."""
+        """Return the number of blocks to allocate, without those that will not be read."""
         count = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,
@@ -70,7 +70,7 @@ class ExactTokensManager(SlidingWindowManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Those that a prefix was found by, its first ones among them."""
+        """Add the blocks of a prefix cache hit, including its first blocks."""
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
@@ -93,7 +93,7 @@ class ExactTokensManager(SlidingWindowManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """As of any window that slides, where the first tokens are there as well."""
+        """Find the longest hit of a sliding window whose first tokens are cached as well."""
         assert isinstance(kv_cache_spec, ExactTokensSpec)
         found, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, drop_eagle_block,
@@ -115,7 +115,7 @@ class ExactTokensManager(SlidingWindowManager):
         return found, length
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        """Blocks up to so many tokens, null ones among them."""
+        """Allocate the blocks for tokens up to ``num_tokens``, null blocks included."""
         blocks = self.req_to_blocks[request_id]
         new = range(len(blocks), cdiv(num_tokens, self.block_size))
         first = self._first_read(num_tokens_main_model)
@@ -131,17 +131,17 @@ class ExactTokensManager(SlidingWindowManager):
         return made
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """All of a request."""
+        """Pop all blocks of a request."""
         self._returned.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
     def reachable_block_mask(cls, *_: Any, **__: Any) -> None:
-        """All that are kept can be found: there are few as it is."""
+        """Return None, so that every allocated block is cached: there are few of them."""
         return
 
     def _remove_blocks_in_range(self, request_id: str, first_block: int, last_block: int) -> None:
-        """Free blocks; unlike other windows' they may follow null ones."""
+        """Free blocks; unlike in other sliding windows, null blocks may precede them."""
         blocks = self.req_to_blocks.get(request_id, [])
         first = max(first_block, self._returned.get(request_id, 0), self._sink_blocks)
         last = min(last_block, len(blocks))
@@ -152,36 +152,36 @@ class ExactTokensManager(SlidingWindowManager):
         self._returned[request_id] = max(first, last)
 
     def _first_read(self, tokens: int) -> int:
-        """First block that is read after so many tokens, of which drafts may be taken back."""
+        """Return the first block that is read after ``tokens`` tokens, of which draft tokens may be rolled back."""
         return max(0, tokens - self.spec.drafts - self.sliding_window + 1) // self.block_size
 
     def _is_found(self, number: int, tokens: int) -> bool:
-        """Whether a block is in the window before a place where a prefix may end."""
+        """Whether a block is in the window before a position where a prefix may end."""
         end, window, every = (number + 1) * self.block_size, self.sliding_window - 1, self.spec.found_every
         return end > min(tokens - self.spec.aligned, cdiv(end, every) * every) - window
 
 
-# The registry has vLLM's own kinds from its first question on, or not at all.
+# The registry adds vLLM's built-in specs at the first lookup only while it is empty: look up before registering.
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 
 
 @register_kv_cache_spec(manager_class=ExactTokensManager, uniform_type_base_spec=SlidingWindowSpec)
 @dataclass(frozen=True, kw_only=True)
 class ExactTokensSpec(SlidingWindowSpec):
-    """The first tokens and a window of exact states.
+    """Cache spec of the exact states of the first tokens and of a sliding window.
 
     Attributes
     ----------
     sinks
-        First tokens.
+        Number of first tokens.
     drafts
-        Tokens of a step that may be taken back.
+        Draft tokens of a step that may be rolled back.
     steps
-        That are under way at a time.
+        Maximum number of steps in flight.
     aligned
-        Prefixes end at multiples of so many tokens.
+        Prefixes end at multiples of this many tokens.
     found_every
-        And within prompts at multiples of so many, which are themselves multiples of ``aligned``.
+        Within prompts, prefixes end at multiples of this many tokens, itself a multiple of ``aligned``.
     """
 
     sinks: int
@@ -191,7 +191,7 @@ class ExactTokensSpec(SlidingWindowSpec):
     found_every: int
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """The first, those of a window before the steps under way, and of one after each."""
+        """Count the blocks of the first tokens, of the window before the steps in flight, and of one after each."""
         own = self.sliding_window - 1
         most = cdiv(own, self.block_size) + 1 + self.steps * (cdiv(own + self.drafts, self.block_size) + 1)
         most += cdiv(self.sinks, self.block_size)

@@ -1,4 +1,4 @@
-"""What vLLM is asked for and cannot be done with a codec: refused before weights are loaded."""
+"""Checks of vLLM's configuration: options that a codec does not support are rejected before weights are loaded."""
 
 from typing import Any
 
@@ -8,30 +8,30 @@ BACKEND = "RECALKV"
 """Name of the backend in vLLM's log."""
 
 TESTED = ((0, 32), (0, 33))
-"""vLLM versions from the first on and before the second."""
+"""Tested vLLM versions: from the first (inclusive) to the second (exclusive)."""
 
 _DRAFTS = "ngram", "ngram_gpu", "suffix"
-"""Ways of speculation without layers of their own."""
+"""Methods of speculative decoding without draft model layers."""
 
 
 def check(version: str, vllm_config: Any) -> None:
-    """Refuse a configuration.
+    """Reject an unsupported configuration.
 
     Parameters
     ----------
     version
-        Of vLLM.
+        Version of vLLM.
     vllm_config
-        Its ``VllmConfig``.
+        ``VllmConfig`` of the engine.
 
     Raises
     ------
     CheckpointError
-        If vLLM is outside of the tested range.
+        If vLLM is outside the tested range.
     ParameterError
-        If an option is set that rows cannot have.
+        If an option is set that the codec does not support.
     """
-    # A source tree may have no numbers.
+    # The version of a source tree may contain no numbers.
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     first, behind = (".".join(map(str, each)) for each in TESTED)
     if not TESTED[0] <= numbers < TESTED[1]:
@@ -40,7 +40,7 @@ def check(version: str, vllm_config: Any) -> None:
             f"vllm=={first}.*, or another release of recalkv."
         )
     model, dtype = vllm_config.model_config, vllm_config.cache_config.cache_dtype
-    # A checkpoint may name a type of the cache itself, which an option of the model's own type takes back.
+    # A checkpoint may set a cache dtype, which kv_cache_dtype with the model's dtype overrides.
     if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ParameterError(
             f"codec: kv_cache_dtype={dtype!r} cannot be applied to the codec's rows, whose bits are chosen when it is "

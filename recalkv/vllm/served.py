@@ -1,4 +1,4 @@
-"""Which codec a model is served with: found, checked and cut for this process, before weights are loaded."""
+"""The codec that a model is served with: found, checked and sharded for this process before weights are loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,19 @@ from recalkv.vllm.steps import DECODED
 from recalkv.vllm.window import ExactTokens
 
 OPTION = "recalkv_codec"
-"""Of ``--additional-config``: folder of a side-car that is not beside the weights; an empty one for none."""
+"""Key of ``--additional-config``: folder of a side-car that is not beside the weights; empty to serve without one."""
 
-# vLLM shows what is under its own name.
+# vLLM configures only the loggers under its name.
 _log = init_logger("vllm.recalkv")
 _known: dict[int, tuple[Any, "ServedModel | None"]] = {}
 
 
 def served_model() -> "ServedModel | None":
-    """What the model that vLLM is making is served with, once for each; None without a side-car."""
+    """Return the codec of the model that vLLM is loading, made once per model; None without a side-car."""
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None:
         return None
-    # Configurations are copied, with this in common; it is kept so that no other can have its address.
+    # Copies of a configuration share this dict; keeping a reference prevents reuse of its id.
     layers = config.compilation_config.static_forward_context
     if id(layers) not in _known:
         folder = _side_car(config)
@@ -40,7 +40,7 @@ def served_model() -> "ServedModel | None":
 
 
 def _side_car(config: VllmConfig) -> Path | None:
-    """Folder of the side-car, which must be there where the option names one."""
+    """Return the folder of the side-car, or None; a folder that the option names must exist."""
     options = config.additional_config
     named = options.get(OPTION) if isinstance(options, dict) else None
     if named is not None:
@@ -56,7 +56,7 @@ def _side_car(config: VllmConfig) -> Path | None:
 
 
 def _weights(model: Any) -> Path:
-    """Folder of a model's weights; one that may not exist where the hub's are not there yet."""
+    """Return the folder of a model's weights, which does not exist if a hub model is not downloaded yet."""
     if Path(model.model).is_dir():
         return Path(model.model)
     from huggingface_hub import try_to_load_from_cache
@@ -71,19 +71,19 @@ class ServedModel:
     Parameters
     ----------
     folder
-        Of the side-car.
+        Folder of the side-car.
     config
-        Of the model.
+        vLLM's configuration for the model.
 
     Attributes
     ----------
     dense : str
-        Path of the backend that vLLM would take.
+        Qualified name of the backend that vLLM would select without a codec.
 
     Raises
     ------
     CheckpointError, ParameterError
-        If they do not fit, or vLLM is asked for what the codec cannot have.
+        If codec and model do not match, or a vLLM option is not supported with a codec.
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
@@ -99,24 +99,24 @@ class ServedModel:
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parts = {index: [shard(each, r, ranks) for r in range(ranks)] for index, each in self.codec.layers.items()}
         self.layers = {index: own[rank] for index, own in parts.items()}
-        # vLLM wants one size of a layer for all processes.
+        # vLLM requires the same size of a layer in all processes.
         self._sizes = {index: max(part.row_bytes for part in own) for index, own in parts.items()}
         self.exact = ExactTokens(self.codec.window, self.codec.sinks, model.dtype)
-        # Of each layer that is served, its window and the bytes of a row.
+        # Sliding window and row bytes of each served layer.
         self._taken: dict[str, tuple[int | None, int]] = {}
         _log.info_once("Serving with the codec of %s: %s", folder, self._facts())
 
     def _check_model(self) -> bool:
-        """Whether the codec is known to be the model's, whose weights may not be there yet.
+        """Return whether the codec is known to match the model, whose weights may not be downloaded yet.
 
         Raises
         ------
         CheckpointError
-            If it is another's.
+            If the codec was fitted to another model.
         """
         model = self.config.model_config
         folder, config = _weights(model), model.hf_text_config
-        if config.model_type == "transformer":  # read from Mistral's own format, which names nothing as others do
+        if config.model_type == "transformer":  # from Mistral's native format, whose keys have other names
             if not (folder / "config.json").is_file():
                 return False
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config(decoder=True)
@@ -138,7 +138,7 @@ class ServedModel:
         )
 
     def check_backend(self, selected: Any) -> None:
-        """Refuse another attention backend.
+        """Reject any other attention backend.
 
         Raises
         ------
@@ -152,12 +152,12 @@ class ServedModel:
             )
 
     def take(self, name: str, layer: Any) -> LayerCodec | None:
-        """Codec of an attention layer, once all layers are made; None where it is cached as it is.
+        """Return the codec of an attention layer, once all layers are built; None for a layer with a dense cache.
 
         Raises
         ------
         CheckpointError
-            If the layer has other heads than the codec.
+            If the heads of layer and codec do not match.
         """
         index = extract_layer_index(name)
         codec = None if "draft" in name else self.layers.get(index)
@@ -173,7 +173,7 @@ class ServedModel:
             if not self._is_its and not self._check_model():
                 model = self.config.model_config.model
                 _log.warning("Could not verify that the codec in %s belongs to %s.", self._folder, model)
-            # One more layer, after the others: vLLM gives blocks in this order. It wants one number in its name.
+            # One more layer after the others, as vLLM allocates blocks in this order; its name must hold one integer.
             self.exact.prefix = f"{name}.exact_tokens"
             self.config.compilation_config.static_forward_context[self.exact.prefix] = self.exact
         size = self._sizes[index]
@@ -182,10 +182,10 @@ class ServedModel:
         return codec
 
     def row_bytes(self, name: str) -> int:
-        """Row bytes per token of a layer that are reported to vLLM: the most of all ranks.
+        """Return a layer's row bytes per token as reported to vLLM: the maximum over all ranks.
 
-        Layers with sliding windows all report those of the largest: vLLM groups them beside other windows, and wastes
-        memory where sizes differ.
+        All layers with sliding windows report the largest size among them: vLLM groups them with other windows, and
+        wastes memory where sizes differ.
         """
         window, own = self._taken[name]
         return own if window is None else max(size for each, size in self._taken.values() if each is not None)

@@ -1,16 +1,16 @@
-"""Tensor parallelism: every process holds the KV heads of its own, and so whole groups of heads that share a code."""
+"""Tensor parallelism: each process holds its KV heads as whole groups of heads that share a code."""
 
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
 
 
 def shard(codec: LayerCodec, rank: int, ranks: int) -> LayerCodec:
-    """Codec of the KV heads that one of ``ranks`` processes holds; with more processes than heads some hold the same.
+    """Return the codec of one rank's KV heads; with more ranks than heads, several ranks hold the same heads.
 
     Raises
     ------
     ParameterError
-        If a group of heads would be cut.
+        If a group of heads would be split.
     """
     heads, size = codec.kv_heads, codec.kv_heads_per_code
     copies = max(1, ranks // heads)

@@ -1,4 +1,4 @@
-"""What one step of vLLM reads and writes, in the terms of the codec."""
+"""Attention metadata: what one step of vLLM reads from and writes to the codec's caches."""
 
 import functools
 import itertools
@@ -21,31 +21,31 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from recalkv.runtime.row_attention import kernel
 
 DECODED = 8
-"""New tokens of a request up to which each is decoded as a sequence of its own: drafts, above all. More are a chunk,
-for which the rows of all older tokens are unpacked once."""
+"""Maximum number of new tokens of a request, mostly drafts, that are each decoded as a separate sequence. More tokens
+form a chunk, for which the rows of all older tokens are unpacked once."""
 
 
 @dataclass
 class Step(AttentionMetadata):
-    """One step's requests, in one of their lists of blocks.
+    """The requests of one step, with the block table of one KV cache group.
 
-    What is on the device stays there until it is asked for as a list, so that a step in which each request has one new
-    token can be captured into a CUDA graph.
+    Device tensors are copied to the host only on demand, so that a step with one new token per request can be captured
+    into a CUDA graph.
 
     Attributes
     ----------
     tokens
-        Of all requests, without padding but for a captured step's.
+        Number of tokens of all requests, without padding except in a captured step.
     starts
-        First token of each request in the step, and the end of the last.
+        Index in the step of each request's first token, and the end of the last request.
     longest
-        Tokens that no request has more of, the new ones included.
+        Upper bound on the lengths of all requests, new tokens included.
     lengths : (requests,)
-        Tokens of each request, the new ones included.
-    table : (requests, any) int32, on a CPU int64
-        Blocks of the cache, in the order of the tokens.
+        Tokens of each request, new tokens included.
+    table : (requests, blocks) int32, on a CPU int64
+        Block table, in token order.
     slots : (tokens,) int64
-        Where the new tokens go: block times its size, plus the place in it.
+        Slot of each new token: block number times block size, plus the offset in the block.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Step(AttentionMetadata):
 
     @functools.cached_property
     def seen(self) -> list[int]:
-        """Lengths, on the CPU."""
+        """Lengths of the requests, as a list."""
         lengths: list[int] = self.lengths.tolist()
         return lengths
 
@@ -68,7 +68,7 @@ class Step(AttentionMetadata):
 
     @functools.cached_property
     def decoded(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Tokens that are decoded, None for all; their lengths, and their requests' blocks."""
+        """Indices of the decoded tokens (None for all), their lengths, and their requests' block tables."""
         if self.single:
             return None, self.lengths, self.table
         tokens: list[int] = []
@@ -86,7 +86,7 @@ class Step(AttentionMetadata):
 
     @functools.cached_property
     def chunks(self) -> list[tuple[int, int, int, int]]:
-        """Of requests with more tokens: request, first token, slot of it in the sequence, tokens."""
+        """Chunks, as (request, index of the first token, its slot in the sequence, number of tokens)."""
         if self.single:
             return []
         spans = enumerate(itertools.pairwise(self.starts))
@@ -96,7 +96,7 @@ class Step(AttentionMetadata):
 
     @functools.cached_property
     def chunked(self) -> Tensor | None:
-        """Tokens of chunks, None for all."""
+        """Indices of the tokens in chunks; None for all."""
         if sum(count for *_, count in self.chunks) == self.tokens:
             return None
         places = [torch.arange(start, start + count) for _, start, _, count in self.chunks]
@@ -104,7 +104,7 @@ class Step(AttentionMetadata):
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Place of each token in its sequence, (tokens,)."""
+        """Position of each token in its sequence, (tokens,)."""
         if self.single:
             return self.lengths.long() - 1
         spans = zip(self.seen, itertools.pairwise(self.starts), strict=True)
@@ -112,7 +112,7 @@ class Step(AttentionMetadata):
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):
-    """Makes :class:`Step`, once for all layers that have the same lists of blocks."""
+    """Builds :class:`Step`, once for all layers that share a block table."""
 
     _last: ClassVar[tuple[Any, Step] | None] = None
 
@@ -121,17 +121,17 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Steps of one new token a request, where the kernel decodes."""
+        """Return support for steps with one new token per request, if a kernel decodes."""
         served = kernel() is not None
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if served else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
-        """Of what vLLM knows of the step."""
+        """Build a step from vLLM's common metadata."""
         common = common_attn_metadata
-        # Layers with rows of unequal size have builders of their own.
-        last = StepBuilder._last  # once: threads may build steps together
+        # Layers whose rows differ in size have separate builders.
+        last = StepBuilder._last  # read once: threads may build steps concurrently
         if last is not None and last[0] is common:
             return last[1]
         requests = common.num_reqs
@@ -141,7 +141,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             common.query_start_loc_cpu[: requests + 1].tolist(),
             common.max_seq_len,
             common.seq_lens[:requests],
-            # Compiled loops read it as 64-bit; kernels as it is, where captured steps find it again.
+            # Compiled loops read int64; kernels read vLLM's buffer, whose address captured steps replay.
             table.long() if table.device.type == "cpu" else table,
             common.slot_mapping[: common.num_actual_tokens],
         )
@@ -152,7 +152,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
 
 class ExactStepBuilder(StepBuilder):
-    """The same of the exact states, of which a process has one."""
+    """Builder for the exact states, one per process."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -160,7 +160,7 @@ class ExactStepBuilder(StepBuilder):
 
 
 def _start_state_kernels(config: VllmConfig) -> None:
-    """Choose the kernels of Mamba layers, as vLLM does only where their groups of blocks are not packed with others."""
+    """Select the kernels of Mamba layers, as vLLM does only if their KV cache groups are not packed with others."""
     layers = config.compilation_config.static_forward_context.values()
     specs = [layer.get_kv_cache_spec(config) for layer in layers if isinstance(layer, MambaBase)]
     groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]

@@ -1,8 +1,8 @@
-"""Exact states of the first and the newest tokens, beside the rows of all: a second cache that vLLM manages for itself.
+"""Exact states of the first and the newest tokens: a second cache that vLLM manages beside the cache of rows.
 
-To vLLM it is one more layer, whose window slides: blocks that fall out of it are freed, and prefixes are found in it as
-in the others. It holds the keys and values of all layers of a process, in blocks of so few tokens that they take about
-as many bytes as a block of rows, since blocks of both come from one pool.
+To vLLM it is one more layer with a sliding window: blocks that fall out of the window are freed, and prefix caching
+works as in other layers. It holds the keys and values of all layers of a process. Blocks of both caches come from one
+pool, so a block of exact states holds few tokens, in about as many bytes as a block of rows.
 """
 
 from typing import Any, ClassVar
@@ -19,63 +19,63 @@ from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.steps import ExactStepBuilder
 
 _FOUND_EVERY = 256
-"""Tokens of a prompt, where vLLM's ``--prefix-cache-retention-interval`` is left at 0."""
+"""Default of ``found_every``, used where vLLM's ``--prefix-cache-retention-interval`` is 0."""
 
 _BEYOND = 1.03
-"""A block of exact states may be so much larger than one of rows, which is then padded, to hold one token more."""
+"""Maximum size of a block of exact states over a block of rows, which is then padded; a margin to hold more tokens."""
 
 
 class ExactBackend(AttentionBackend):
-    """Of the exact states, whose blocks are not those of rows cut anew: every block's bytes must stand together."""
+    """Backend of the exact states, whose pages differ from those of rows: each block must be contiguous."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto"]
 
     @staticmethod
     def get_name() -> str:
-        """As vLLM's log has it."""
+        """Return the name shown in vLLM's log."""
         return BACKEND
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Not implemented: vLLM asks for capabilities alone, and takes the error for none."""
+        """Raise NotImplementedError: vLLM only queries capabilities, and takes the error for none."""
         raise NotImplementedError
 
     @staticmethod
     def get_builder_cls() -> type[ExactStepBuilder]:
-        """What describes a step."""
+        """Return the metadata builder."""
         return ExactStepBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Any."""
+        """Return the supported block sizes: any."""
         return [MultipleOf(1)]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """As it is."""
+        """Return the spec unchanged."""
         return spec
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """It is one."""
+        """Return True: the exact states are a sliding window."""
         return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Blocks first."""
+        """Return the layout with blocks outermost."""
         return (KVCacheLayout.BLHNC,)
 
 
 class ExactTokens(AttentionLayerBase):
-    """The cache of exact states of a process's layers.
+    """Cache of the exact states of all layers of a process.
 
     Parameters
     ----------
     window, sinks
-        Newest tokens, a query's own included, and first tokens, whose exact states it reads.
+        Newest tokens, the query's token included, and first tokens, whose exact states a query reads.
     dtype
-        Of the states.
+        dtype of the states.
 
     Attributes
     ----------
@@ -88,32 +88,32 @@ class ExactTokens(AttentionLayerBase):
     def __init__(self, window: int, sinks: int, dtype: torch.dtype) -> None:
         self.window, self.sinks, self.dtype = window, sinks, dtype
         self.prefix, self.kv_cache = "", torch.empty(0)
-        # Of each layer, its columns; and the bytes of a token's rows, of layers that see all tokens and of others.
+        # Columns of each layer; row bytes per token of all full-attention layers and of all sliding-window layers.
         self._columns: dict[str, tuple[int, int, int]] = {}
         self._width = 0
         self._row_bytes = [0, 0]
 
     def add(self, layer: str, kv_heads: int, width: int, row_bytes: int, sliding_window: int | None) -> None:
-        """Reserve a layer's columns: ``width`` per KV head, its keys and values."""
+        """Reserve a layer's columns: ``width`` per KV head, for keys and values together."""
         self._columns[layer] = self._width, kv_heads, width
         self._width += kv_heads * width
         self._row_bytes[sliding_window is not None] += row_bytes
 
     def states(self, layer: str) -> Tensor:
-        """A layer's part of the cache: (blocks, slots of a block, KV heads, d_k + d_v)."""
+        """Return a layer's part of the cache: (blocks, slots of a block, KV heads, d_k + d_v)."""
         start, kv_heads, width = self._columns[layer]
         cache = self.kv_cache[:, 0].view(self.dtype)
         return cache[..., start : start + kv_heads * width].unflatten(2, (kv_heads, width))
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """The plugin's."""
+        """Return the backend of the exact states."""
         return ExactBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """Blocks of as many tokens as have room in one of rows; bytes, as rows are, or vLLM would clear all blocks."""
+        """Return the spec: as many tokens as fit a block of rows, in bytes like rows, or vLLM would zero all blocks."""
         size = vllm_config.cache_config.block_size
         token_bytes = self._width * self.dtype.itemsize
-        # vLLM packs layers with windows into blocks of what the others need.
+        # vLLM packs sliding-window layers into blocks that are sized for full-attention layers.
         room = size * (self._row_bytes[0] or self._row_bytes[1])
         sizes = [each for each in range(1, size + 1) if size % each == 0 and each * token_bytes <= _BEYOND * room]
         tokens = max(sizes, default=1)
@@ -135,4 +135,4 @@ class ExactTokens(AttentionLayerBase):
         )
 
     def process_weights_after_loading(self, dtype: Any) -> None:
-        """There are none."""
+        """Do nothing: there are no weights."""
