@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, help="seconds of a part; by default 4, 7, 8.7 and 8 minutes")
     parser.add_argument("--wheels", type=Path, default=Path("wheels"), help="folder of wheels that may be missing here")
     parser.add_argument("--steps", help="regular expression: only steps whose names it finds")
-    parser.add_argument("--cpu", action="store_true", help="everything on a CPU, at tiny sizes")
+    parser.add_argument("--cpu", action="store_true", help="run on a CPU, at tiny sizes")
     options = parser.parse_args()
     parts = options.parts or list(BUDGETS)
     if parts != ["page"] and (unknown := set(parts) - set(BUDGETS)):

@@ -84,6 +84,7 @@ def given_calibration(
     Raises
     ------
     ParameterError, DataError
+        For invalid settings, or texts that are empty or of the wrong type.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):
