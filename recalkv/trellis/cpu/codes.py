@@ -58,7 +58,7 @@ def _lookup(builder: Any, index: Any, bits: int) -> Any:
         lower, upper = (builder.call(permute, [tables[part], index, tables[part + 1]]) for part in (0, 2))
         return builder.select(bit_set(builder, index, 2 * lanes), upper, lower)
     if "+avx2" in FEATURES and bits <= 4:
-        # A byte shuffle looks up 4 bits: one for the low bytes of levels and one for the high bytes of each lane.
+        # A byte shuffle looks up 4 bits; one shuffle yields the low byte of each lane's level, another the high byte.
         half, octets = ir.VectorType(SHORT, TILE), ir.VectorType(BYTE, lanes)
         shuffle = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(octets, [octets, octets]), "llvm.x86.avx2.pshuf.b"
@@ -131,7 +131,7 @@ def _paired_indices(builder: Any, codes: list[Any], before: list[Any]) -> list[A
 
 
 def _decoder(bits: int, paired: bool) -> Any:
-    """Decode a segment of two tiles: (both planes addresses, coefficients, target address, bytes per target row).
+    """Decode a segment of two tiles: (plane addresses of both, width, target address, bytes between target rows).
 
     Target rows are int16. Unpaired, row i is coefficient i of the tokens of both tiles. Paired, a row has two
     coefficients per token side by side (:func:`partner`), for the tokens of the first tile, then of the second, so
