@@ -80,10 +80,10 @@ def fit(
     samples, length, seed
         As in :class:`recalkv.params.CalibrationParams`.
     heads
-        KV heads per code; None for as many as fit 256 elements. Must divide the KV heads of each tensor-parallel rank.
+        KV heads per code; None for the most that fit 256 elements. Must divide the KV heads of each tensor-parallel
+        rank.
     device
-        Device for a hub id or a folder; a loaded model stays on its device. Computed in float32 on a CPU, in the
-        checkpoint's dtype on other devices.
+        Device for a hub id or a folder; in float32 on a CPU, else in the checkpoint's dtype. A loaded model stays.
     progress
         Called with the name of the step, finished windows and total windows.
 
@@ -261,7 +261,7 @@ def _bits_of_loss(
 
 @torch.no_grad()
 def divergence(model: Any, codec: Codec, windows: Windows, progress: Progress = silent) -> tuple[float, float]:
-    """Measure the KL divergence from the dense model to the model with a codec, in nats per token, and its std. error.
+    """Measure the KL divergence KL(dense || codec) of next tokens, in nats per token, and its standard error.
 
     Only tokens that attend to coded tokens count, so that short windows represent long contexts.
     """
