@@ -27,7 +27,7 @@ def budget_bits(dense: int, ratio: float) -> int:
 
 
 def equal_bits_elements(dense: int, units: int, ratio: float, bits: int, padding: int = 0) -> int:
-    """Return the number of ``bits``-bit elements that fit the budget with a scale byte per unit and ``padding``."""
+    """Return the number of ``bits``-bit elements that fit the budget beside a scale byte per unit and the padding."""
     return min(dense, max(0, budget_bits(dense, ratio) - 8 * units) // bits - padding)
 
 

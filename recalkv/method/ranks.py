@@ -23,7 +23,7 @@ class Projection:
     Attributes
     ----------
     widths
-        Output columns of each head group, in order, which is the full rank of the group.
+        Number of output columns of each head group, in order: the full rank of the group.
     score
         Weight in the allocation: the Fisher scalar, or 1 for a uniform allocation.
     """
@@ -66,7 +66,7 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
         Fraction of the dense cache's bytes to remove, in [0, 1).
     multiple
         Rounding step of each group's rank (16 or 32 suits GPU kernels). A group may always take its
-        full width, even where that is not a multiple.
+        full width, even if that is not a multiple.
 
     Returns
     -------

@@ -355,7 +355,7 @@ def _number_of(context: Any, bits: Any) -> Any:
 
 @intrinsic
 def scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
-    """Write elementwise float32 products to ``out``, and return their sum and maximum; a multiple of 16 elements."""
+    """Write elementwise float32 products to ``out``; return their sum and maximum; ``count`` is a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, scales, count, out = arguments
@@ -379,7 +379,7 @@ def scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
 
 @intrinsic
 def to_integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> Any:
-    """Write float32 times a factor, rounded to int16; products are 0 to 32,767, and a multiple of 16 in number."""
+    """Write float32 times a factor, rounded to int16; products must be 0 to 32,767, and ``count`` a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, factor, count, out = arguments
