@@ -1,7 +1,6 @@
 """ReCalKV: KV cache compression for pretrained language models, without training.
 
-Importing the package registers the compressed model classes with transformers' auto classes, whichever of the two
-is imported first.
+Importing the package registers the compressed model classes with transformers' auto classes, in any import order.
 """
 
 import importlib
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "codec_cache", "compress", "fit", "stop_codec", "use_codec"]
 __version__ = "0.2.0"
 
-# Importing the auto classes takes seconds. The command's help and stages without a model must not wait for that, so
-# commands, stages and benchmarks register the classes where they load a model.
+# Importing the auto classes takes seconds. The command line's help, and stages without a model, should not wait for
+# them, so commands, stages and benchmarks register the classes when they load a model.
 _MAIN, _ROOT = getattr(sys.modules.get("__main__"), "__file__", None) or "", Path(__file__).resolve().parents[1]
 _OURS = any(Path(_MAIN).resolve().is_relative_to(_ROOT / tools) for tools in ("stages", "benchmarks"))
 if "recalkv_command" not in sys.modules and not _OURS:
@@ -27,7 +26,7 @@ if "recalkv_command" not in sys.modules and not _OURS:
     register()
 
 
-# Loading and running a compressed checkpoint needs nothing of the calibration.
+# Imported lazily: loading and running a compressed checkpoint needs no calibration code.
 _MODULES = {"compress": "recipe", "fit": "fitting"} | dict.fromkeys(
     ("codec_cache", "stop_codec", "use_codec"), "runtime.models"
 )

@@ -1,6 +1,6 @@
-"""All steps without the pipeline: a dense model's layers in, a compressed model or its checkpoint out.
+"""Compress without the pipeline: from the layers of a dense model to a compressed model or its checkpoint.
 
-:mod:`recalkv.recipe` is the call around it for those who have a model's name and a data set.
+:mod:`recalkv.recipe` wraps this for callers who have a model name and a data set.
 """
 
 import functools
@@ -43,14 +43,14 @@ from recalkv.text.windows import Windows
 
 @dataclass(frozen=True)
 class Statistics:
-    """What calibration knows of a model.
+    """Calibration statistics of a model.
 
     Attributes
     ----------
     layer
-        Statistics of a layer.
+        Returns the statistics of a layer.
     scores
-        Fisher scores; None where the method needs no gradients.
+        Fisher scores; None if the method needs no gradients.
     """
 
     layer: Callable[[int], LayerStatistics]
@@ -59,7 +59,7 @@ class Statistics:
 
 @dataclass
 class CompressedLayers:
-    """Everything that the compression of a model produced, in memory, by layer.
+    """Results of the compression of a model, in memory; every list is by layer.
 
     Attributes
     ----------
@@ -68,9 +68,9 @@ class CompressedLayers:
     permutations
         Permutation of the KV heads.
     refits
-        Final factors, and the refitted output projection.
+        Final factors and refitted output projection.
     input_means
-        Mean attention input, (m,), where latents are quantized; otherwise None.
+        Mean attention input, (m,), if latents are quantized; otherwise None.
     predicted_rises
         Half of the energy that ranks and codes leave; nats per token under the loss-aware metric.
     """
@@ -93,33 +93,33 @@ def compress_checkpoint(
     target: Target | None = None,
     tokenizer: Any = None,
 ) -> LatentSpec:
-    """Compress a checkpoint into a folder, reading and writing a layer at a time.
+    """Compress a checkpoint into a folder, reading and writing one layer at a time.
 
-    The folder is that of the pipeline's ``fuse`` stage with the same parameters.
+    The result is the same as that of the pipeline's ``fuse`` stage with the same parameters.
 
     Parameters
     ----------
     reference
-        The dense model.
+        Dense model.
     texts
-        Documents of each of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
+        Documents of each entry of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
     device
-        Where it is computed.
+        Device to compute on.
     folder
         Existing folder for the checkpoint.
     progress
-        Called with the step's name, finished layers and all layers.
+        Called with the name of the step, finished layers and total layers.
     target
-        In place of ``parameters.ratio``. A loss target also takes the memory of the compressed model.
+        Replaces ``parameters.ratio``. A loss target also needs memory for the compressed model.
     tokenizer
-        Calibrated with and saved in place of the dense model's.
+        Used for calibration and saved instead of the dense model's tokenizer.
 
     Returns
     -------
     LatentSpec
-        What the latents are.
+        Description of the latents.
     """
-    # The checkpoint's card names what this device takes.
+    # The model card records the precision that is resolved for this device.
     calibration = calibration.model_copy(update={"precision": resolve_precision(calibration.precision, device)})
     source = CheckpointSource(reference.folder, device, calibration.precision)
     check_length(source.config, "calibration.length", calibration.length)
@@ -141,7 +141,7 @@ def compress_checkpoint(
 def collect_statistics(
     source: LayerSource, windows: Tensor, calibration: CalibrationParams, method: Method, progress: Progress = silent
 ) -> Statistics:
-    """Statistics of every layer; the gradients' half is left out where the method does not need it."""
+    """Collect the statistics of every layer; the backward pass is skipped if the method does not need gradients."""
     total, used = source.num_layers, windows[:FISHER_WINDOWS]
     inputs: list[InputMoments] = []
     loss: dict[int, LossMoments] = {}
@@ -174,14 +174,14 @@ def compress_layers(
     progress: Progress = silent,
     statistics: Statistics | None = None,
 ) -> CompressedLayers:
-    """Run Algorithm 1 on token windows; the factors are those of the pipeline's stages.
+    """Run Algorithm 1 on token windows; the factors are the same as from the pipeline's stages.
 
     Parameters
     ----------
     windows : (samples, length) int64
         Calibration windows.
     statistics
-        Of these windows, where they have been collected; None to collect them.
+        Statistics of these windows; None to collect them.
     """
     method, total = resolve_method(parameters, source.geometry.kv_heads), source.num_layers
     check_budget(source.geometry, method)
@@ -231,27 +231,27 @@ def compress_to_target(
     held_out: Callable[[], Windows],
     progress: Progress = silent,
 ) -> tuple[CompressionParams, CompressedLayers]:
-    """:func:`compress_layers` at the ratio that a target asks for.
+    """Run :func:`compress_layers` at the ratio that a target requires.
 
-    A loss target takes statistics once, then factors and held-out losses at several ratios
-    (:func:`recalkv.method.search.largest_ratio`). It is met by the measured rise of the loss plus its standard error.
+    A loss target collects statistics once, then factorizes and measures held-out losses at several ratios
+    (:func:`recalkv.method.search.largest_ratio`). It is met if the measured rise plus its standard error is within it.
 
     Parameters
     ----------
     target
-        In place of ``parameters.ratio``.
+        Replaces ``parameters.ratio``.
     dtype
-        Of the compressed model that is measured.
+        Dtype of the compressed model.
     held_out
-        Windows that calibration does not see; called for a loss target alone.
+        Returns windows that are not used for calibration; called only for a loss target.
 
     Returns
     -------
     CompressionParams, CompressedLayers
-        With the ratio.
+        Parameters with the ratio, and the compressed layers.
     """
     method = resolve_method(parameters, source.geometry.kv_heads)
-    # Mixed-bit rows are budgeted against 16 bits; latents that are not quantized are cached in the model's type.
+    # Rows of quantized latents are budgeted against 16 bits; other latents are cached in the model's dtype.
     element_bytes = 2 if method.quantized else dtype.itemsize
     ratio = target.fixed_ratio(element_bytes * source.geometry.dense_elements_per_token)
     if ratio is not None:
@@ -270,7 +270,7 @@ def compress_to_target(
     found: dict[float, CompressedLayers] = {}
 
     def measure(ratio: float) -> float:
-        # Results of a large model are large: those of the ratio that met the target last, and of this one.
+        # Results of a large model are large, so only the last result that met the target is kept beside this one.
         own = parameters.model_copy(update={"ratio": ratio})
         result = compress_layers(source, windows, calibration, own, progress, known)
         figures = text.compare(assemble(source, result, own, dtype, {}), wanted)
@@ -285,7 +285,7 @@ def compress_to_target(
 
 
 def _prediction(source: LayerSource, known: Statistics, parameters: CompressionParams) -> Callable[[float], float]:
-    """Predicted loss at a ratio; infinite where no cache is as small."""
+    """Return a function that predicts the loss at a ratio; infinite where no cache is that small."""
     method = resolve_method(parameters, source.geometry.kv_heads)
 
     problems = (LayerProblem.of(source, index, known.layer(index), method) for index in range(source.geometry.layers))
@@ -311,7 +311,7 @@ def assemble(
     calibration: CalibrationParams | None = None,
     convert: bool = True,
 ) -> Any:
-    """Build the compressed model in memory from its factors; ``convert`` gives what is not replaced that type too."""
+    """Build the compressed model in memory; ``convert`` also converts tensors that are not replaced to ``dtype``."""
     latents = stored_latents(source, result.specs, result.permutations, parameters, provenance, calibration)
     layers = _fused(source, latents.layers, result, dtype)
     return build_model(compressed_config(source, latents), source.stored_others(), layers, dtype if convert else None)
@@ -320,7 +320,7 @@ def assemble(
 def _fused(
     source: LayerSource, specs: Sequence[LayerSpec], result: CompressedLayers, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """Weights of each layer of the compressed model."""
+    """Yield the weights of each layer of the compressed model."""
     parts = enumerate(zip(specs, result.refits, result.input_means, strict=True))
     compressed = (fuse_layer(source, index, spec, refit, mean, dtype) for index, (spec, refit, mean) in parts)
     return decoder_layers(source, compressed)

@@ -1,4 +1,4 @@
-"""The errors a user can cause, each naming the value, the rule and the remedy.
+"""Errors that a user can cause; messages name the value, the rule and the remedy.
 
 Every class derives from :class:`ReCalKVError`, which the command line turns into one clear message
 and exit code 1 (:func:`user_errors`). Programming mistakes stay ordinary Python exceptions.
@@ -13,27 +13,27 @@ from pathlib import Path
 
 
 class ReCalKVError(ValueError):
-    """Base of all errors that bad input can cause; the message says what to change."""
+    """Base class of all errors that bad input can cause; the message says what to change."""
 
 
 class ParameterError(ReCalKVError):
-    """A parameter is unknown, missing or out of its range."""
+    """A parameter is unknown, missing or out of range."""
 
 
 class BudgetError(ParameterError):
-    """The byte budget cannot hold the smallest legal ranks."""
+    """The budget cannot be met, even by the smallest legal cache."""
 
 
 class UnsupportedModelError(ReCalKVError):
-    """The model's architecture, or a feature of it, is not one this library handles exactly."""
+    """The model's architecture, or one of its features, is not supported exactly by this library."""
 
 
 class ModelUnavailableError(ReCalKVError):
-    """A model id or folder cannot be reached or holds no loadable weights."""
+    """A model id or folder cannot be reached, or has no loadable weights."""
 
 
 class DataError(ReCalKVError):
-    """A data set cannot be reached, has the wrong schema, or is too small for what is asked of it."""
+    """A data set cannot be reached, has the wrong schema, or is too small."""
 
 
 class NonFiniteError(ReCalKVError):
@@ -45,20 +45,20 @@ class StoreError(ReCalKVError):
 
 
 class CheckpointError(ReCalKVError):
-    """An exported checkpoint's configuration and tensors do not fit together."""
+    """Files of a checkpoint or side-car are missing, damaged, or do not match each other or the model."""
 
 
 class ReportError(ReCalKVError):
-    """A page cites a figure that no report has."""
+    """A page cites a figure that is not in any report."""
 
 
 class MissingPackageError(ReCalKVError):
-    """A package is not installed that only some uses of the library need."""
+    """An optional package is not installed."""
 
 
 @contextlib.contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Import packages of an extra; one that is not installed is a :class:`MissingPackageError` that names it."""
+    """Import packages of an extra; a missing package raises a :class:`MissingPackageError` that names the extra."""
     try:
         yield
     except ImportError as error:
@@ -69,11 +69,11 @@ def needing(extra: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> Iterator[None]:
-    """Turn a full disk into a :class:`StoreError` that says so, and what to do where no space can be freed."""
+    """Convert errors of a full disk to a :class:`StoreError` with a remedy if no space can be freed."""
     try:
         yield
     except Exception as error:
-        # safetensors and datasets report a full disk in the text of an exception of their own.
+        # safetensors and datasets raise other exceptions, with the cause only in their text.
         told = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or told:
             raise StoreError(
@@ -84,7 +84,7 @@ def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> I
 
 
 def hub_folder_full() -> contextlib.AbstractContextManager[None]:
-    """:func:`telling_full_disk` of what the hub's clients download to."""
+    """Return :func:`telling_full_disk` for the download cache of the hub's clients."""
     from huggingface_hub.constants import HF_HOME
 
     return telling_full_disk(HF_HOME, "set HF_HOME to a folder on another")
@@ -92,7 +92,7 @@ def hub_folder_full() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Print an error of the user's making as one message on standard error and leave with exit code 1."""
+    """Print a :class:`ReCalKVError` as one message on standard error and exit with code 1."""
     try:
         yield
     except ReCalKVError as error:

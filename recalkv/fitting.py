@@ -1,4 +1,4 @@
-"""One call for a codec: a model and a text in, a side-car out; the model stays as it is."""
+"""Fit a codec in one call: from a model and a text to a side-car; the model does not change."""
 
 import math
 import tempfile
@@ -37,7 +37,7 @@ from recalkv.text.corpora import (
 from recalkv.text.windows import Windows
 
 SAMPLES = CodecParams().samples
-"""Calibration windows of a codec."""
+"""Default number of calibration windows for a codec."""
 
 
 @torch.inference_mode(False)
@@ -57,40 +57,40 @@ def fit(
     device: str = RuntimeParams().device,
     progress: Progress = silent,
 ) -> Codec:
-    """Fit a codec to a model, without training; :func:`recalkv.use_codec` lets the model use it.
+    """Fit a codec to a model, without training; :func:`recalkv.use_codec` makes the model use it.
 
     Parameters
     ----------
     model
         A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged.
     tokenizer
-        None for that of the model's folder or id.
+        None for the tokenizer of the model's folder or id.
     dataset
-        What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents, as
-        in :func:`recalkv.compress`. Together at least ``samples * length`` tokens. None for the embedded texts.
+        Calibration data: the name of a data set or a text file, as in ``calibration.text``; or documents, as
+        in :func:`recalkv.compress`. In total at least ``samples * length`` tokens. None for the embedded texts.
     bits
-        Of a cached number, scales included: the mean over all rows of the context. None for ``codec.bits``.
+        Bits per cached element, scales included, averaged over all rows of the context. None for ``codec.bits``.
     target
         Budget in place of ``bits``: see :class:`recalkv.method.target.Target`. ``max_excess`` limits
         the KL divergence from the dense model on held-out windows, which is the expected rise of the loss.
     out
         New folder for the side-car.
     context
-        Positions to fit for; None for those that the model was made for.
+        Number of positions to fit for; None for the model's maximum.
     samples, length, seed
         As in :class:`recalkv.params.CalibrationParams`.
     heads
-        KV heads per code; None for as many as fit 256 elements. Must divide the KV heads of each tensor-parallel rank.
+        KV heads per code; None for the most that fit 256 elements. Must divide the KV heads of each tensor-parallel
+        rank.
     device
-        Where a hub id or a folder is computed; a loaded model stays where it is. A CPU computes in float32, other
-        devices in the checkpoint's type.
+        Device for a hub id or a folder; in float32 on a CPU, else in the checkpoint's dtype. A loaded model stays.
     progress
-        Called with the step's name, finished windows and all windows.
+        Called with the name of the step, finished windows and total windows.
 
     Returns
     -------
     Codec
-        Saved in the folder, if that is given.
+        Also saved to ``out`` if given.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def fit(
     goal: Target | float = CodecParams().bits if bits is None else bits
     if target is not None:
         goal = Target.of(target)
-    # Only a config is required: models with adapters and compiled ones are calibrated as they are.
+    # Only a config is required: models with adapters and compiled models are calibrated unchanged.
     named = isinstance(model, str | Path)
     if not named and not (isinstance(model, nn.Module) and getattr(model, "config", None) is not None):
         raise UnsupportedModelError(
@@ -135,19 +135,19 @@ def fit(
 def load_dense(
     name: str, revision: str | None, scratch: Path, device: torch.device, tokenizer: Any = None
 ) -> tuple[Any, Any]:
-    """Model and tokenizer of an id or a folder: float32 on a CPU, elsewhere in the checkpoint's type.
+    """Load the model and tokenizer of an id or a folder: float32 on a CPU, else in the checkpoint's dtype.
 
     Parameters
     ----------
     scratch
-        Folder for the embedded model's converted files, which are needed until it is loaded.
+        Folder for the converted files of the embedded model, which are needed until it is loaded.
     tokenizer
-        In place of the model's.
+        Replaces the model's tokenizer.
 
     Raises
     ------
     ModelUnavailableError
-        Also if transformers cannot load it.
+        If the model cannot be reached, or transformers cannot load it.
     """
     reference = resolve_model(name, revision, scratch, any_family=True)
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
@@ -155,7 +155,7 @@ def load_dense(
         model = load_model(reference.folder, device, torch.float32 if device.type == "cpu" else "auto")
     except ModelUnavailableError as error:
         raise ModelUnavailableError(f"{error} Load it yourself and call `recalkv.fit(model, tokenizer)`.") from error
-    # The user's name for it, not the temporary folder of a converted one.
+    # The name that the user gave, not the temporary folder of a converted model.
     model.config.name_or_path = reference.name
     model.config._commit_hash = reference.revision
     return model, tokenizer
@@ -171,14 +171,14 @@ def fit_loaded(
     progress: Progress = silent,
     heads: int | None = None,
 ) -> Codec:
-    """Fit a codec to a loaded model on windows of some texts.
+    """Fit a codec to a loaded model on windows of texts.
 
     Parameters
     ----------
     texts
-        Documents of each of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
+        Documents of each entry of ``calibration.text`` (:func:`recalkv.text.corpora.calibration_documents`).
     goal
-        A budget, or bits of a cached number.
+        A budget, or bits per cached element.
     context, progress, heads
         As in :func:`fit`.
     """
@@ -186,7 +186,7 @@ def fit_loaded(
 
     used = codec_of(model)
     if used is not None:
-        # What is calibrated is the dense model.
+        # Calibrate the dense model, without the codec it uses now.
         stop_codec(model)
         try:
             return fit_loaded(model, tokenizer, texts, calibration, goal, context, progress, heads)
@@ -201,7 +201,7 @@ def fit_loaded(
         check_bits(goal)
     context = context or model_context(model)
     windows = calibration_windows(tokenizer, texts, calibration)
-    # Whether there is enough text is checked before the expensive steps.
+    # Check that there is enough text before the expensive steps.
     loss = isinstance(goal, Target) and goal.max_excess is not None
     held_out = held_out_windows(tokenizer, texts, calibration) if loss else None
     if held_out is not None and held_out.tokens.shape[1] <= WINDOW + SINKS:
@@ -211,8 +211,8 @@ def fit_loaded(
         )
     numbers = check_cached(model)
     if isinstance(goal, Target):
-        goal.fixed_ratio(2 * numbers)  # refused before the work, but for what sliding windows save
-    # Memory for a sequence is budgeted at its length: of a longer one, layers with a sliding window cache no more.
+        goal.fixed_ratio(2 * numbers)  # refuse early; sliding windows are ignored here
+    # Memory is budgeted at the target's sequence length: sliding-window layers cache no more for a longer sequence.
     budgeted = (goal.context if isinstance(goal, Target) else None) or context
     seed, tokens = calibration.seed, cached_tokens(model, budgeted)
     precision = resolve_precision(calibration.precision, next(model.parameters()).device)
@@ -249,7 +249,7 @@ def _bits_of_loss(
     def predict(bits: float) -> float:
         try:
             return allocated(units, bits, context, tokens)[1]
-        except ParameterError:  # no cache is as small, or no such bits
+        except ParameterError:  # no cache is that small, or bits are out of range
             return math.inf
 
     def measure(bits: float) -> float:
@@ -261,9 +261,9 @@ def _bits_of_loss(
 
 @torch.no_grad()
 def divergence(model: Any, codec: Codec, windows: Windows, progress: Progress = silent) -> tuple[float, float]:
-    """Kullback-Leibler divergence of the model with a codec from itself, nats per token, and its standard error.
+    """Measure the KL divergence KL(dense || codec) of next tokens, in nats per token, and its standard error.
 
-    Only tokens that attend to coded ones count, so that short windows represent long contexts.
+    Only tokens that attend to coded tokens count, so that short windows represent long contexts.
     """
     from recalkv.runtime.models import stop_codec, use_codec
 

@@ -1,4 +1,4 @@
-"""One call for those who want no pipeline: a model and a data set in, a compressed model out."""
+"""Compress in one call, without the pipeline: from a model and a data set to a compressed model."""
 
 import copy
 import functools
@@ -57,38 +57,38 @@ def compress(
     Parameters
     ----------
     model
-        A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged. Of
-        an id or a folder one layer at a time is in memory.
+        A hub id, a folder of safetensors, ``embedded``, or a loaded causal language model, which is left unchanged.
+        For an id or a folder, only one layer at a time is in memory.
     tokenizer
-        None for that of the model's folder or id. It is saved beside the checkpoint.
+        None for the tokenizer of the model's folder or id. It is saved with the checkpoint.
     dataset
-        What to calibrate on: the name of a data set or a text file, as ``calibration.text`` takes it; or documents,
-        each a text or the messages of a conversation (``role`` and ``content``), which are read in the tokenizer's
-        chat template, or rows with either as ``text`` or ``messages``, such as those of a ``datasets.Dataset``.
-        Together at least ``samples * length`` tokens; of a stream the first 10,000. None for the embedded texts.
+        Calibration data: the name of a data set or a text file, as in ``calibration.text``; or documents. A document
+        is a text, or the messages of a conversation (``role`` and ``content``), which the tokenizer's chat template
+        renders, or a row with either as ``text`` or ``messages``, such as those of a ``datasets.Dataset``.
+        In total at least ``samples * length`` tokens; of a stream, the first 10,000 rows. None for the embedded texts.
     revision
         Branch, tag or commit of a hub model.
     split
-        Of a named data set; ``train`` by default.
+        Split of a named data set; ``train`` by default.
     target
-        Budget, in place of ``ratio``: see :class:`recalkv.method.target.Target`.
+        Budget in place of ``ratio``: see :class:`recalkv.method.target.Target`.
     out
         New folder for the checkpoint.
     samples, length, seed, batch_size, precision
-        As in :class:`recalkv.params.CalibrationParams`, whose defaults they have.
+        As in :class:`recalkv.params.CalibrationParams`, with the same defaults.
     text_name
-        What the model card calls documents that have no name.
+        Name in the model card for documents without a name.
     device
-        Where a hub id or a folder is computed; a loaded model stays where it is.
+        Device for a hub id or a folder; a loaded model stays on its device.
     progress
-        Called with the step's name, finished layers and all layers.
+        Called with the name of the step, finished layers and total layers.
     **compression
         Fields of :class:`recalkv.params.CompressionParams`, such as ``ratio``, ``method``, ``group_size`` or ``bits``.
 
     Returns
     -------
     PreTrainedModel or Path
-        The folder where ``out`` is given. Otherwise a model whose cache is latent, in the dense model's type, on its
+        The folder if ``out`` is given; otherwise a model with a latent cache, in the dense model's dtype and on its
         device.
 
     Raises
@@ -96,9 +96,9 @@ def compress(
     ParameterError
         If a parameter is unknown or out of range.
     UnsupportedModelError
-        If the model is no causal language model, or of a family that is not handled.
+        If the model is not a causal language model, or its family is not supported.
     DataError
-        If the data cannot be loaded or have too few tokens, or if conversations lack a chat template.
+        If the data cannot be loaded or have too few tokens, or conversations are given without a chat template.
     """
     if target is not None and "ratio" in compression:
         raise ParameterError(f"target={target!r} and ratio={compression['ratio']!r} are both given; give one of them.")
@@ -126,7 +126,7 @@ def compress(
             generation, compressed.generation_config = compressed.generation_config, GenerationConfig()
             compressed.save_pretrained(place)
             if generation is not None:
-                # transformers refuses to save some that it has loaded.
+                # transformers refuses to save some generation configs that it has loaded.
                 generation.to_json_file(place / "generation_config.json")
             tokenizer.save_pretrained(place)
         return folder
@@ -169,7 +169,7 @@ def _in_memory(
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
     name = getattr(model.config, "_name_or_path", None)
-    # A folder as its whole path, which is no hub id.
+    # A folder is recorded as its absolute path, which cannot be mistaken for a hub id.
     name = str(Path(name).resolve()) if name and Path(name).is_dir() else name
     provenance = {"name": name, "revision": None, "fingerprint": None}
     compressed = assemble(source, result, parameters, dtype, provenance, calibration, convert=False)

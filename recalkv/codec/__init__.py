@@ -1,5 +1,5 @@
-"""The codec: post-RoPE keys and values in a fixed basis, coded by a few bits each; no weight of the model changes.
+"""The codec: stores keys and values in a fixed basis with a few bits per coefficient; model weights do not change.
 
-``moments`` takes statistics at the attention function, ``rope`` finds how keys are rotated, ``fit`` makes a codec of
-them, and ``sidecar`` is the codec and its file. Its rows and codes are those of :mod:`recalkv.trellis`.
+``moments`` collects statistics at the attention function, ``rope`` measures how keys are rotated, ``fit`` builds a
+codec from both, and ``sidecar`` defines the codec and its file. :mod:`recalkv.trellis` defines its rows and codes.
 """

@@ -1,4 +1,4 @@
-"""Dense attention as transformers' interface wants it, by SDPA where it can, with sinks and soft-capped scores."""
+"""Dense attention for transformers' attention interface: SDPA, or eager for attention sinks and score soft-capping."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from recalkv.errors import UnsupportedModelError
 
 
 def check_supported(module: Any, further: dict[str, Any]) -> None:
-    """Reject attention that is not causal, or has position biases.
+    """Reject attention with position biases and transformers' continuous batching.
 
     Raises
     ------
@@ -41,16 +41,16 @@ def dense_attention(
     s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over exact keys and values.
+    """Compute attention over exact keys and values.
 
     Parameters
     ----------
     query : (batch, heads, queries, d_k)
     key, value : (batch, kv heads, slots, d_k or d_v)
     attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
-        None for causal attention of queries that begin with the first slot, or of a module that is not causal for all.
+        None for causal attention whose first query is at slot 0, or for full attention if the module is not causal.
     softcap, s_aux
-        c of ``c tanh(score / c)``; a learned attention-sink logit per head, (heads,).
+        The c in ``c tanh(score / c)``; a learned attention-sink logit per query head, (heads,).
 
     Returns
     -------

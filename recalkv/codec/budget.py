@@ -1,4 +1,4 @@
-"""Bits of a codec from a budget: a ratio, bytes per token, memory for a context, or what it may cost."""
+"""Bits per element of a codec from a budget: a ratio, bytes per token, memory for a context, or a loss limit."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,25 +12,24 @@ _DENSE = 16
 def target_bits(
     target: Target, moments: Mapping[int, LayerMoments], context: int, tokens: Mapping[int, int] | None = None
 ) -> float | None:
-    """Bits of a cached number that a budget holds; None for a loss target, which takes measurements.
+    """Return the bits per cached element that a budget allows; None for a loss target, which needs measurements.
 
     Parameters
     ----------
     target
-        Bytes of a token are those of all rows of a context, divided by its length: layers with a sliding window count
-        for as many tokens as they cache there. Tokens that are kept exact take a fixed size for each sequence, which
-        does not count.
+        Budget. Bytes per token are the bytes of all rows of a context divided by its length; a sliding-window layer
+        counts only the tokens that it caches. Tokens kept exact take a fixed size per sequence and do not count.
     moments
-        Of the layers, for their sizes.
+        Moments of each layer, used for their sizes only.
     context
-        Tokens.
+        Context length in tokens.
     tokens
-        How many of them each layer caches; None for all.
+        Number of tokens of that context that each layer caches; None for all.
 
     Raises
     ------
     ParameterError
-        If the dense cache fits the budget as it is.
+        If the dense cache already fits the budget.
     """
     dense = sum(
         (tokens[index] if tokens else context) * _DENSE // 8 * sum(each.numel() for each in own.means)
@@ -41,20 +40,20 @@ def target_bits(
 
 
 def bits_within(limit: float, predict: Callable[[float], float], measure: Callable[[float], float]) -> float:
-    """Fewest bits of a cached number whose measured loss is within a limit.
+    """Return the fewest bits per cached element whose measured loss is within a limit.
 
     Parameters
     ----------
     limit
-        Of the loss, nats per token.
+        Largest loss allowed, nats per token.
     predict
-        Loss that is predicted at some bits, up to a factor; infinite where so few hold no codes.
+        Predicted loss at a number of bits, up to a factor; infinite where no code is that small.
     measure
-        Loss at some bits, the same every time.
+        Measured loss at a number of bits; deterministic.
 
     Raises
     ------
     BudgetError
-        If none of the bits that were measured are within it.
+        If no measured loss is within the limit.
     """
     return _DENSE * (1 - largest_ratio(lambda r: predict(_DENSE * (1 - r)), lambda r: measure(_DENSE * (1 - r)), limit))

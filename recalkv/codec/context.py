@@ -1,4 +1,4 @@
-"""What a codec needs to know of a model beside its moments: its context, what it caches of it, and which one it is."""
+"""Facts about a model that a codec needs besides moments: context length, cached tokens, RoPE, and a fingerprint."""
 
 import hashlib
 import sys
@@ -13,12 +13,12 @@ from recalkv.errors import CheckpointError
 
 
 def model_context(model: Any) -> int:
-    """Positions that a model was made for."""
+    """Return the maximum number of positions of a model; 8192 if its config does not say."""
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192)
 
 
 def cached_tokens(model: Any, context: int) -> dict[int, int]:
-    """Tokens that each layer caches at a context: all of them, or a sliding window's."""
+    """Return the number of tokens that each layer caches at a context length: all, or its sliding window."""
     from transformers import DynamicCache
 
     windows = (getattr(layer, "sliding_window", None) for layer in DynamicCache(config=model.config).layers)
@@ -26,7 +26,7 @@ def cached_tokens(model: Any, context: int) -> dict[int, int]:
 
 
 def sliding_windows(model: Any) -> dict[str, int]:
-    """Windows of the layers that have one, as a codec's record has them."""
+    """Return the sizes of the sliding windows by layer index, in the format of a codec's record."""
     return {str(index): count for index, count in cached_tokens(model, sys.maxsize).items() if count < sys.maxsize}
 
 
@@ -34,14 +34,14 @@ _ROPE = {"base": "rope_theta", "factor": "factor", "original": "original_max_pos
 
 
 def rope_facts(config: Any) -> dict[str, dict[str, Any]]:
-    """Type, base, factor and original length of RoPE, by kinds of layers where these differ; empty without RoPE.
+    """Return the type, base, factor and original length of RoPE per layer type (one entry if uniform, none without).
 
-    Keys are coded without the mean key of their position, which follows from these.
+    The codec subtracts the mean key at each position before coding, and that mean depends on these parameters.
 
     Parameters
     ----------
     config
-        Of a model.
+        Config of a model.
     """
     found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {name: own for name, own in found.items() if isinstance(own, Mapping)} or ({"": found} if found else {})
@@ -52,14 +52,14 @@ def rope_facts(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def check_rope(record: Mapping[str, Any], config: Any) -> None:
-    """Refuse a model whose RoPE is not that of the model that a codec was fitted to.
+    """Refuse a model whose RoPE parameters differ from those of the model that a codec was fitted to.
 
     Parameters
     ----------
     record
-        Of the codec; older codecs, which lack it, are not checked.
+        Record of the codec; older codecs without RoPE parameters are not checked.
     config
-        Of the model.
+        Config of the model.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def check_rope(record: Mapping[str, Any], config: Any) -> None:
     found = rope_facts(config)
     for name, fitted in record.get("rope", {}).items():
         own = found.get(name)
-        # Engines fill in defaults that checkpoints leave out.
+        # Serving engines fill in defaults that checkpoints leave out.
         if own and any(None not in (own[key], fitted[key]) and own[key] != fitted[key] for key in fitted):
             raise CheckpointError(
                 f"codec: it was fitted to a model with RoPE {fitted}, and this one has {own}: mean keys would be off "
@@ -77,21 +77,20 @@ def check_rope(record: Mapping[str, Any], config: Any) -> None:
 
 
 def model_fingerprint(model: Any) -> str:
-    """What a codec is bound to: the sizes of a model, and the signs of some numbers of its embeddings.
+    """Return the identity that a codec is bound to: hash of a model's sizes and of the signs of some embedding weights.
 
-    Weights may be quantized, split over devices or adapted by LoRA afterwards, and of another type: embeddings keep
-    their signs through that.
+    Those signs stay the same if the weights are later quantized, cast, sharded over devices or adapted by LoRA.
     """
     return _fingerprint(model.config.get_text_config(decoder=True), model.get_input_embeddings().weight.detach())
 
 
 def checkpoint_fingerprint(folder: Path, config: Any) -> str | None:
-    """The same of a folder of safetensors, without loading it; None where no tensor there is known as embeddings.
+    """Return :func:`model_fingerprint` of a folder of safetensors, without loading it; None if no embeddings are found.
 
     Parameters
     ----------
     config
-        Of the model's text part.
+        Config of the model's text part.
     """
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -108,7 +107,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 
 def _fingerprint(config: Any, weight: Any) -> str:
-    """Of the text part's configuration, and embeddings, a tensor or a slice of a file."""
+    """Return the fingerprint for a text config and embeddings, which are a tensor or a slice of a file."""
     names = (
         "model_type",
         "vocab_size",
@@ -119,7 +118,7 @@ def _fingerprint(config: Any, weight: Any) -> str:
     )
     facts = [str(getattr(config, name, None)) for name in names]
     sizes = weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape()
-    # Of this type and place whatever the defaults are: an engine that loads a model sets others.
+    # Explicit dtype and device: an engine that is loading a model changes torch's defaults.
     places = (torch.linspace(0, size - 1, 64, dtype=torch.float32, device="cpu") for size in sizes)
     rows, columns = (each.long().tolist() for each in places)
     if isinstance(weight, torch.Tensor):

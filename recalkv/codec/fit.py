@@ -1,4 +1,4 @@
-"""Build a codec from the moments of a model: bases and bits."""
+"""Build a codec from the moments of a model: choose bases and allocate bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from recalkv.method.bits import allocate_bits, energy_left
 from recalkv.trellis.rows import BLOCK, Segment
 
 WINDOW = 32
-"""Newest tokens that are kept exact."""
+"""Number of newest tokens kept exact: the residual window."""
 
 SHRINKAGE = 0.1
-"""Of the moments towards their mean diagonal, for text unlike that of the calibration."""
+"""Ridge added to the moments, relative to their mean diagonal, for text unlike the calibration text."""
 
 
 def check_bits(bits: float) -> None:
-    """Refuse bits of a cached number that no cache has.
+    """Refuse bits per cached element that are not above 0 and at most 16.
 
     Raises
     ------
@@ -35,16 +35,16 @@ def check_bits(bits: float) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """Heads of a layer that share a code, in the basis in which directions cost what their energies say.
+    """KV heads of a layer that share a code, with their natural basis.
 
     Attributes
     ----------
     layer, side, group
-        Of the keys (0) or the values (1) of a layer.
+        Index of the layer, 0 for keys or 1 for values, and index of the group of heads.
     basis : (n, n) float64
-        Of its columns.
+        Natural basis; its columns are the directions.
     energies : (n,) float64
-        Loss that a direction leaves where it is not cached, up to a factor; descending.
+        Loss if a direction is not cached, up to a common factor; descending.
     """
 
     layer: int
@@ -55,7 +55,7 @@ class Unit:
 
 
 def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None) -> list[Unit]:
-    """Bases of all codes.
+    """Return the natural basis of every code.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None)
 def allocated(
     units: Sequence[Unit], bits: float, context: int, tokens: Mapping[int, int] | None = None
 ) -> tuple[list[tuple[Segment, ...]], float]:
-    """Segments of every code, and the loss that is predicted of them up to a factor; see :func:`build_codec`."""
+    """Return the segments of every code and their predicted loss, up to a factor; see :func:`build_codec`."""
     check_bits(bits)
     held = [float(tokens[unit.layer] if tokens else context) for unit in units]
     budget = bits / 8 * sum(len(unit.energies) * count for unit, count in zip(units, held, strict=True))
@@ -121,18 +121,18 @@ def build_codec(
     window: int = WINDOW,
     units: Sequence[Unit] | None = None,
 ) -> Codec:
-    """Bases and bits.
+    """Build a codec of a given size.
 
     Parameters
     ----------
     bits
-        Of a cached number, scales included; the mean over all rows of a context.
+        Bits per cached element, scales included, averaged over all rows of a context.
     tokens
-        How many tokens each layer caches at that context; None for all of them.
+        Number of tokens that each layer caches at that context; None for all.
     heads
         KV heads that share a code; None for :func:`recalkv.codec.moments.heads_per_code`.
     units
-        :func:`natural_units` of these moments and heads, where they are known.
+        Result of :func:`natural_units` for these moments and heads; None to compute it.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def build_codec(
 
 
 def _scaled(unit: Unit, segments: tuple[Segment, ...]) -> Tensor:
-    """Basis whose segments have unit variance and look alike in every direction, float32."""
+    """Return the basis, float32, scaled and rotated: each segment has unit variance and no preferred direction."""
     start, columns = 0, []
     for number, segment in enumerate(segments):
         part = slice(start, start + segment.width)

@@ -1,16 +1,16 @@
-"""Second moments of what attention is handed, and of the gradients there: what coding errors cost.
+"""Second moments of the keys and values passed to attention, and of the loss gradients at them.
 
-To second order an error e of a key or value raises the divergence from the model by half of ``e F e^T``, where the
-Fisher information F is that of labels that *the model* draws: the text's own labels give surprising tokens too much
-weight (Kunstner et al., 2019). A token's row has a scale of its own, so its error is proportional to its size, and
-tokens that much attention falls on have small keys or values and large gradients: with ``w_n = |x_n|^2 / E|x|^2``
+To second order, an error e in a key or value raises the divergence from the dense model by ``e F e^T / 2``. F is the
+Fisher information for labels sampled from *the model*: labels from the text would give surprising tokens too much
+weight (Kunstner et al., 2019). Each token's row has its own scale, so its error is proportional to its norm, and tokens
+that receive much attention have small keys or values and large gradients. Hence, with ``w_n = |x_n|^2 / E|x|^2``,
 
     X = E[x x^T / w],    G = E[w g g^T],    error = tr(distortion of X, in the metric G).
 
-Keys are centered by their mean before RoPE; their moments are taken before RoPE, then averaged over the rotations
-of all positions of the context to be served: short windows show a direction in slow pairs that these lose later. The
-first tokens of a sequence, attention sinks, are kept exact at run time and stay out of all moments. Of the matrices
-only the blocks of heads that may share a code are kept.
+Keys are centered by their mean before RoPE. Their moments are taken before RoPE and then averaged over the rotations at
+all positions of the context to be served: in short windows, slow pairs of dimensions have a preferred direction that
+vanishes over a long context. The first tokens of a sequence (attention sinks) are kept exact at run time and excluded
+from all moments. Only the diagonal blocks of the matrices are kept, for heads that may share a code.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from recalkv.errors import DataError, NonFiniteError, ParameterError, Unsupporte
 from recalkv.params import Progress, silent
 
 SINKS = 4
-"""Tokens at the start of a sequence that are kept exact."""
+"""Number of tokens at the start of a sequence that are kept exact: the attention sinks."""
 
 SHARED = 256
-"""Numbers that a code holds at most, unless one head alone has more: KV heads share one up to this width."""
+"""Maximum number of elements per code: KV heads share a code up to this width; a single wider head is allowed."""
 
 _ROWS = 256
-"""Tokens whose labels are drawn at once: there is one more copy of their probabilities."""
+"""Tokens whose labels are sampled at once, which takes a second copy of their probabilities."""
 
 _CHECKPOINTED = 300_000_000
-"""Parameters from which a layer's activations are computed again in the backward pass instead of kept."""
+"""Model size in parameters above which activations are recomputed in the backward pass instead of kept."""
 
 _CHECKPOINTING = {
     "training": True,
     "gradient_checkpointing": True,
     "_gradient_checkpointing_func": functools.partial(checkpoint, use_reentrant=False),
 }
-"""What a layer of transformers looks at for that."""
+"""Attributes that switch on gradient checkpointing in a layer of transformers."""
 
 
 def heads_per_code(kv_heads: int, head_dim: int) -> int:
-    """Heads that share a code: as many as divide all of them and stay within :data:`SHARED` numbers."""
+    """Return the number of KV heads per code: the largest divisor that stays within :data:`SHARED` elements, or 1."""
     return max(
         size for size in range(1, kv_heads + 1) if kv_heads % size == 0 and (size == 1 or size * head_dim <= SHARED)
     )
@@ -57,15 +57,15 @@ def heads_per_code(kv_heads: int, head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """What calibration knows of one layer's keys (``[0]``, before RoPE) and values (``[1]``); heads in their order.
+    """Calibration statistics of one layer's keys (``[0]``, before RoPE) and values (``[1]``), in head order.
 
     Attributes
     ----------
     means : two of (kv heads, d) float32
     states, gradients : two of (blocks, n, n) float64
-        ``X`` and ``G`` of the heads of each block, one after the other: those that may share a code.
+        ``X`` and ``G`` of each block: consecutive heads that may share a code, concatenated.
     rotation
-        Of the keys.
+        RoPE rotation of the keys.
     """
 
     means: tuple[Tensor, Tensor]
@@ -80,7 +80,7 @@ class LayerMoments:
 
 
 class _Side:
-    """Sums of one layer's keys or values."""
+    """Accumulated sums over one layer's keys or values."""
 
     def __init__(self) -> None:
         self.mean: Tensor = torch.zeros(0, device="cpu")
@@ -89,14 +89,14 @@ class _Side:
         self.gradients: Tensor = torch.zeros(0, device="cpu")
 
     def add_mean(self, states: Tensor) -> None:
-        """Add (batch, heads, tokens, d), sinks left out."""
+        """Add states (batch, heads, tokens, d) without the sinks to the sums for the mean."""
         total = states.double().sum((0, 2)).cpu()
         self.mean = self.mean + total if self.count else total
         self.energy += float(states.double().square().sum())
         self.count += states.shape[0] * states.shape[2]
 
     def finish_mean(self, heads: int) -> None:
-        """Go over to the second moments, of blocks of so many heads."""
+        """Finish the mean and start the second moments, in blocks of ``heads`` heads."""
         self.mean = self.mean / self.count
         self.energy = max(self.energy / self.count - float(self.mean.square().sum()), 1e-30)
         self.width, self.count = heads * self.mean.shape[1], 0
@@ -104,7 +104,7 @@ class _Side:
         self.states, self.gradients = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
 
     def add(self, states: Tensor, gradient: Tensor) -> None:
-        """Add (batch, heads, tokens, d) states, centered here, and the gradients at them."""
+        """Add states (batch, heads, tokens, d), which are centered here, and the gradients at them."""
         centered = states.float() - self.mean.to(states.device, torch.float32)[:, None]
         x, g = (each.float().transpose(1, 2).flatten(2).flatten(0, 1) for each in (centered, gradient))
         weight = (x.square().sum(1, keepdim=True) / self.energy).clamp_min(1e-6)
@@ -124,36 +124,36 @@ def take_moments(
     precision: str = "float32",
     rotations: dict[int, Rotation] | None = None,
 ) -> dict[int, LayerMoments]:
-    """Moments of every layer that hands keys and values to the attention interface.
+    """Return the moments of every layer that passes keys and values to the attention interface.
 
-    Half of the windows are passed forward for the means, then all forward and backward, one at a time.
+    Half of the windows are run forward for the means, then all forward and backward, one window at a time.
 
     Parameters
     ----------
     windows : (samples, length) int64
         Calibration windows.
     context
-        Positions that keys are averaged over.
+        Number of positions over which moments of keys are averaged.
     seed
-        Of the drawn labels.
+        Seed for sampling labels.
     progress
-        Called with the step, windows done and all windows.
+        Called with the name of the step, windows done and total windows.
     heads
-        KV heads of a block; None for :func:`heads_per_code`.
+        KV heads per block; None for :func:`heads_per_code`.
     precision
-        With ``bfloat16``, matrix products of a float32 model run in bfloat16, under autocast; rotations are measured
-        without.
+        With ``bfloat16``, matrix products of a float32 model run in bfloat16 under autocast, except when rotations are
+        measured.
     rotations
-        Of the layers' keys; None to measure them (:func:`recalkv.codec.rope.measured_rotations`).
+        Rotation of each layer's keys; None to measure them (:func:`recalkv.codec.rope.measured_rotations`).
 
     Raises
     ------
     ParameterError
-        If ``heads`` do not divide a layer's.
+        If ``heads`` does not divide a layer's number of KV heads.
     NonFiniteError
-        The message names the layer.
+        If states, logits or gradients have NaN or infinity; the message says where.
     DataError
-        If windows are no longer than the sinks.
+        If windows have no predicted token after the sinks.
     """
     samples, length = windows.shape
     if length <= SINKS + 1:
@@ -177,12 +177,12 @@ def take_moments(
             if sums.failed:
                 raise _not_finite(max(sums.failed), "gradients")
             progress("moments", number + 1, samples)
-    # Sums of a layer go as its moments come: of wide models they are large.
+    # Free each layer's sums as its moments are made: they are large for wide models.
     return {layer: _finished(sums.sides.pop(layer), served.get(layer), context) for layer in sorted(sums.sides)}
 
 
 def _measured(model: Any, length: int, context: int) -> tuple[dict[int, Rotation], dict[int, Rotation]]:
-    """Rotations within windows of a length, and within the context: long RoPE and dynamic scalings tell them apart."""
+    """Measure rotations for the window length and for the context: LongRoPE and dynamic scaling make them differ."""
     longest = max(length, context)
     longer = measured_rotations(model, longest)
     own, served = (longer if each >= longest else measured_rotations(model, each, longer) for each in (length, context))
@@ -190,33 +190,33 @@ def _measured(model: Any, length: int, context: int) -> tuple[dict[int, Rotation
 
 
 class _Sums:
-    """Sums of all layers' keys and values, and what watches the attention function to add to them.
+    """Sums over the keys and values of all layers, with the watchers of the attention function that fill them.
 
     Parameters
     ----------
     rotations
-        Of each layer's keys, within the windows.
+        Rotation of each layer's keys at the window length.
 
     Attributes
     ----------
     sides
-        Sums of each layer's keys and values.
+        Sums over each layer's keys and values.
     failed
-        Layers whose gradients were not finite: an exception in a hook would end the process.
+        Layers whose gradients were not finite; recorded because an exception in a hook would end the process.
     """
 
     def __init__(self, rotations: dict[int, Rotation]) -> None:
         self.rotations, self.sides, self.failed = rotations, dict[int, tuple[_Side, _Side]](), list[int]()
 
     def before_rope(self, layer: int, states: Tensor) -> Tensor:
-        """Keys, or gradients at them, turned back to before RoPE, sinks left out."""
+        """Undo RoPE on keys, or on gradients at keys, and drop the sinks."""
         rotation = self.rotations.get(layer) or no_rotation(states.shape[-1])
         wide = states.float() if states.element_size() < 4 else states
         positions = torch.arange(SINKS, states.shape[2], device=states.device)
         return rotation.turned(wide[:, :, SINKS:], positions, -1)
 
     def add_means(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Watch a forward pass."""
+        """Watch a forward pass and add keys and values to the means."""
         pair = self.sides.setdefault(layer, (_Side(), _Side()))
         if key.shape[-1] % 2:
             raise UnsupportedModelError(
@@ -228,25 +228,25 @@ class _Sums:
             side.add_mean(states)
 
     def finish_means(self, heads: int | None) -> None:
-        """Go over to the second moments, of blocks of so many heads.
+        """Finish the means and start the second moments, in blocks of ``heads`` heads.
 
         Raises
         ------
         ParameterError
-            If they do not divide a layer's.
+            If ``heads`` does not divide a layer's number of KV heads.
         """
         for layer, pair in self.sides.items():
             if heads and len(pair[0].mean) % heads:
                 raise ParameterError(
                     f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
                 )
-            # As of the keys: values of other sizes are coded by the same groups of heads.
+            # From the size of the keys: values with another head size use the same groups of heads.
             size = heads or heads_per_code(*pair[0].mean.shape)
             for side in pair:
                 side.finish_mean(size)
 
     def add_moments(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Watch a forward pass whose backward pass gives the gradients."""
+        """Watch a forward pass and add moments when its backward pass yields the gradients."""
         if not key.requires_grad or not torch.is_grad_enabled():
             return
         for number, states in enumerate((key, value)):
@@ -277,7 +277,7 @@ def _forward(model: Any, window: Tensor, mixed: bool) -> Any:
 
 
 def _backward(model: Any, window: Tensor, sampler: torch.Generator, mixed: bool) -> None:
-    """Gradients of the summed loss of labels that the model draws; at the logits they are ``softmax - onehot``."""
+    """Backpropagate the summed loss of labels sampled from the model; its logit gradient is ``softmax - onehot``."""
     logits = _forward(model, window, mixed).logits
     if not bool(torch.isfinite(logits).all()):
         raise NonFiniteError(
@@ -285,25 +285,25 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator, mixed: bool)
             "float32, and check the model's weights."
         )
     at_logits = logits.detach().float().softmax(-1)[0]
-    # By their cumulative probabilities, where the logits are: one random number a token, of the CPU's generator.
+    # Inverse CDF sampling on the logits' device, with one random number per token from a CPU generator.
     places = torch.rand(len(at_logits), 1, generator=sampler, dtype=torch.float32, device="cpu").to(at_logits.device)
     labels = torch.cat(
         [_drawn(part, own) for part, own in zip(at_logits.split(_ROWS), places.split(_ROWS), strict=True)]
     )
     at_logits.scatter_add_(1, labels, torch.full_like(at_logits[:, :1], -1))
-    at_logits[-1] = 0  # the last token's label lies outside the window
+    at_logits[-1] = 0  # the last token's label is outside the window
     logits.backward(at_logits[None].to(logits.dtype))
 
 
 def _drawn(likely: Tensor, places: Tensor) -> Tensor:
-    """Label of each row of probabilities at a place between 0 and 1 among them: (rows, 1) int64."""
+    """Return the label at each row's quantile between 0 and 1 of its probabilities, (rows, 1) int64."""
     summed = likely.cumsum(-1)
     return torch.searchsorted(summed, places * summed[:, -1:], right=True).clamp_max(likely.shape[1] - 1)
 
 
 @contextlib.contextmanager
 def _gradients_of_inputs(model: Any) -> Iterator[None]:
-    """Gradients flow from the embeddings on; weights have none. Large models compute activations again."""
+    """Let gradients flow from the embeddings on, with none for weights, and checkpoint activations of large models."""
     trained = [each for each in model.parameters() if each.requires_grad]
     large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
     before: list[tuple[Any, dict[str, Any]]] = []
@@ -311,8 +311,8 @@ def _gradients_of_inputs(model: Any) -> Iterator[None]:
     try:
         for each in trained:
             each.requires_grad_(False)
-        # What `gradient_checkpointing_enable()` sets, which would leave a hook on the embeddings. Layers checkpoint in
-        # training alone; dropout is off all the same, in modules below and, as OPT's, in the layer itself.
+        # Set by hand because `gradient_checkpointing_enable()` would leave a hook on the embeddings. Layers checkpoint
+        # only in training mode; dropout stays off in submodules and, as in OPT, in attributes of the layer itself.
         for layer in [each for each in model.modules() if large and hasattr(each, "gradient_checkpointing")]:
             rates = {name: 0.0 for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)}
             before.append((layer, {name: getattr(layer, name, None) for name in _CHECKPOINTING | rates}))

@@ -1,4 +1,4 @@
-"""Watch a model's attention function: every architecture hands its queries, keys and values to it."""
+"""Watch a model's attention function, which receives queries, keys and values in every architecture."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from recalkv.errors import UnsupportedModelError
 
 _NAME = "recalkv_probe"
 _watcher: Callable[[int, Tensor, Tensor], None] | None = None
-# One model at a time: the function that transformers calls knows no model.
+# Only one model can be watched at a time: transformers does not pass the model to the attention function.
 _watching = threading.RLock()
 
 
@@ -21,15 +21,15 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     if _watcher is not None:
         _watcher(module.layer_idx, key, value)
     if query.shape[2] == key.shape[2] == 1:
-        # One token gives back its own value. With attention sinks it would be a share that rounds otherwise at each
-        # position, and states are to be the same at all (recalkv.codec.rope).
+        # Attention over one token returns its value. Attention sinks would scale it by a factor that rounds differently
+        # at each position, while hidden states must be identical at all positions (recalkv.codec.rope).
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
     return dense_attention(module, query, key, value, attention_mask, **further)
 
 
 @functools.cache
 def _register() -> None:
-    # Transformers takes seconds to import these.
+    # Importing these takes seconds.
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -38,25 +38,25 @@ def _register() -> None:
 
 
 def attention_names(model: Any) -> list[tuple[Any, Any]]:
-    """Each config of a model with the attention function that its modules use: submodels may differ."""
+    """Return each config of a model with the name of its attention function; submodels may differ."""
     configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
-    name = "_attn_implementation_internal"  # the property's setter would reach all configs below
+    name = "_attn_implementation_internal"  # the property's setter would also change all subconfigs
     return [(each, getattr(each, name)) for each in configs.values() if hasattr(each, name)]
 
 
 def restore_attention(names: list[tuple[Any, Any]]) -> None:
-    """Give each config the attention function of :func:`attention_names` back."""
+    """Restore each config's attention function from :func:`attention_names`."""
     for config, name in names:
         config._attn_implementation_internal = name
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Let a model use an attention function by its name.
+    """Make a model use the attention function registered under a name.
 
     Raises
     ------
     UnsupportedModelError
-        If the model has attention of its own.
+        If the model does not use transformers' attention interface.
     """
     try:
         model.set_attn_implementation(name)
@@ -71,7 +71,7 @@ def set_attention(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode, without dropout; modules that were training do so again."""
+    """Put a model in evaluation mode and restore the training mode of its modules on exit."""
     training = [each for each in model.modules() if each.training]
     model.eval()
     try:
@@ -83,7 +83,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(model: Any, watcher: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
-    """Call ``watcher(layer, keys, values)`` at every attention: post-RoPE keys, (batch, kv heads, tokens, d)."""
+    """Call ``watcher(layer, keys, values)`` at every attention call; post-RoPE keys, (batch, kv heads, tokens, d)."""
     global _watcher
     with _watching:
         before = attention_names(model)

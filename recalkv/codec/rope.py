@@ -1,9 +1,9 @@
-"""How a model rotates its keys, measured: pairs of dimensions and their frequencies, layer by layer.
+"""Measure how a model rotates its keys: pairs of dimensions and their frequencies, layer by layer.
 
-In a sequence of one token attention gives back the token's own value, so the states of all layers are the same at any
-position, and keys differ by the rotation alone: ``k_n = R_n k_0``. From the keys of a few tokens at the positions 0, 1,
-2, 4, 8, ... follow which dimensions turn together and how fast, whatever the architecture calls its tables: halves or
-interleaved pairs, partial rotation, YaRN, Llama 3's, long RoPE, and layers without any.
+In a one-token sequence, attention returns the token's value, so hidden states do not depend on the position and keys
+differ only by the rotation: ``k_n = R_n k_0``. Keys of a few tokens at positions 0, 1, 2, 4, 8, ... thus show which
+dimensions rotate together and at what frequency, whatever the architecture calls its tables: half-split or interleaved
+pairs, partial rotation, YaRN, Llama 3 scaling, LongRoPE, and layers without RoPE.
 """
 
 import functools
@@ -19,21 +19,21 @@ from recalkv.errors import ParameterError
 
 _TOKENS = 6
 _SAME = 1e-3
-"""Radians; rotations that differ by less are one."""
+"""Rotations whose angles differ by less than this many radians count as equal."""
 _PRECISE, _ROUNDED = 2e-3, 2e-2
-"""Largest relative change of a pair's squared length that still counts as a rotation; and of models in 16 bits."""
+"""Largest relative change of a pair's squared norm that still counts as a rotation: 32-bit and 16-bit keys."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of keys at position n: pair i turns by ``n frequencies[i]``.
+    """RoPE rotation of keys: at position n, pair i is rotated by the angle ``n frequencies[i]``.
 
     Attributes
     ----------
     pairs : (2, d / 2) int64
-        Dimensions of each pair; those that do not turn are paired as well, with a frequency of zero.
+        Dimensions of each pair; dimensions that do not rotate form pairs with a frequency of zero.
     frequencies : (d / 2,) float64
-        Radians a position.
+        Radians per position.
     """
 
     pairs: Tensor
@@ -41,16 +41,16 @@ class Rotation:
 
     @functools.cached_property
     def halves(self) -> bool:
-        """Whether dimension i turns with dimension i + d / 2."""
+        """Whether dimension i is paired with dimension i + d / 2."""
         return bool((self.pairs.flatten() == torch.arange(self.pairs.numel(), device=self.pairs.device)).all())
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of (..., d / 2), float64, at positions (...)."""
+        """Return the cosines and sines (..., d / 2) float64 at positions (...)."""
         angles = positions[..., None].double() * self.frequencies.to(positions.device)
         return angles.cos(), angles.sin()
 
     def turned(self, states: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
-        """States (..., tokens, d) turned by positions (tokens,), or back with ``sign=-1``; of the states' type."""
+        """Rotate states (..., tokens, d) to positions (tokens,), or back with ``sign=-1``; keeps their dtype."""
         cos, sin = (table.to(states) for table in self.tables(positions))
         first, second = (states[..., index] for index in self.pairs.to(states.device))
         out = torch.empty_like(states)
@@ -59,12 +59,12 @@ class Rotation:
         return out
 
     def averaged(self, moment: Tensor, context: int) -> Tensor:
-        """Mean over the positions n below ``context`` of ``R_n M R_n^T``.
+        """Return the mean of ``R_n M R_n^T`` over positions n below ``context``.
 
         Parameters
         ----------
         moment : (..., heads d, heads d) float64
-            Of keys before RoPE, heads one after the other.
+            Second moment M of keys before RoPE, with the heads concatenated.
         """
         size, order = 2 * len(self.frequencies), self.pairs.flatten()
         heads, half = moment.shape[-1] // size, size // 2
@@ -91,7 +91,7 @@ class Rotation:
 
 
 def no_rotation(size: int) -> Rotation:
-    """Keys of a layer without RoPE."""
+    """Return the identity rotation, for keys of a layer without RoPE."""
     half = size // 2
     pairs = torch.arange(2 * half, device="cpu").view(2, half)
     return Rotation(pairs, torch.zeros(half, dtype=torch.float64, device="cpu"))
@@ -99,14 +99,14 @@ def no_rotation(size: int) -> Rotation:
 
 @torch.no_grad()
 def measured_rotations(model: Any, context: int, known: Mapping[int, Rotation] | None = None) -> dict[int, Rotation]:
-    """Rotation of each layer that attends, as the model rotates within a context of so many positions.
+    """Measure the rotation of each attention layer within a context of a number of positions.
 
-    Layers whose keys depend on the position in another way, as with learned positions, count as not rotated.
+    Layers whose keys depend on the position in another way, such as learned positions, count as not rotated.
 
     Parameters
     ----------
     known
-        Rotations within a longer context, whose pairs are taken: in 16 bits few positions do not show the slowest.
+        Rotations within a longer context, whose pairs are reused: 16-bit keys at few positions do not show slow pairs.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def measured_rotations(model: Any, context: int, known: Mapping[int, Rotation] |
         with watching(model, keep):
             model(input_ids=ids.repeat_interleave(len(places))[:, None], position_ids=positions, use_cache=False)
     except IndexError as error:
-        # Learned positions: a table that ends.
+        # The table of learned positions is too short.
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         raise ParameterError(
             f"codec: context={context} exceeds the model's {most} positions; use at most {most}."
@@ -140,20 +140,20 @@ def measured_rotations(model: Any, context: int, known: Mapping[int, Rotation] |
     for layer, key in keys.items():
         states = key.unflatten(0, (_TOKENS, -1))
         own = _rotation(states, places, limits[layer]) if known is None else _same_pairs(states, places, known[layer])
-        # Rounding tells layers of one rotation apart, which are to share its tables.
+        # Rounding makes equal rotations differ slightly between layers; layers of equal rotation share one object.
         found[layer] = next((each for each in found.values() if _alike(each, own, last)), own)
     return found
 
 
 def _alike(one: Rotation, other: Rotation, last: int) -> bool:
-    """Whether two rotations turn by the same angles up to a position."""
+    """Return whether two rotations have the same pairs, and the same angles up to position ``last``."""
     if not torch.equal(one.pairs, other.pairs):
         return False
     return float((one.frequencies - other.frequencies).abs().max()) * last < _SAME
 
 
 def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotation:
-    """Rotation of (tokens, positions, kv heads, d) keys of the same tokens at several positions."""
+    """Measure the rotation from keys (tokens, positions, kv heads, d) of the same tokens at several positions."""
     size = keys.shape[-1]
     still, scale = no_rotation(size), keys.square().mean().sqrt()
     changed = (keys - keys[:, :1]).abs().amax((0, 1, 2)) > 1e-5 * scale
@@ -186,12 +186,12 @@ def _rotation(keys: Tensor, places: list[int], limit: float = _PRECISE) -> Rotat
 
 
 def _same_pairs(keys: Tensor, places: list[int], known: Rotation) -> Rotation:
-    """Rotation of keys whose pairs are known."""
+    """Measure the rotation of keys whose pairs are known."""
     return Rotation(known.pairs, torch.where(known.frequencies == 0, 0.0, _frequencies(keys, places, known.pairs)))
 
 
 def _frequencies(keys: Tensor, places: list[int], pairs: Tensor) -> Tensor:
-    """Frequencies (pairs,) float64 of (tokens, positions, kv heads, d) keys of the same tokens."""
+    """Measure the frequencies (pairs,) float64 from keys (tokens, positions, kv heads, d) of the same tokens."""
     numbers = torch.view_as_complex(torch.stack([keys[..., pairs[0]], keys[..., pairs[1]]], -1))
     turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
     frequencies = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")

@@ -1,7 +1,7 @@
-"""A codec and its file: bases, means, layouts, and the model that they are for.
+"""A codec and its side-car files: bases, means, bit layouts, and the identity of the model.
 
-``codec.safetensors`` holds tensors, ``codec.json`` the rest; nothing in either is code. The model itself is neither
-changed nor copied.
+``codec.safetensors`` holds the tensors and ``codec.json`` the rest; neither contains executable code. The model itself
+is neither changed nor copied.
 """
 
 import functools
@@ -23,22 +23,22 @@ from recalkv.trellis.rows import Segment, checked, pack, row_bytes, unpack
 
 FORMAT = 1
 _MOST_EXACT = 1 << 16
-"""Exact tokens of either kind that a side-car may ask for; more can only be damage."""
+"""Largest window, and largest number of sinks, that a side-car may ask for; more means that the file is damaged."""
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
 _FILES = {_TENSORS, _RECORD, "evaluation.md", "evaluation.json"}
-"""Files allowed in a side-car's folder, with those that `recalkv eval` writes."""
+"""Files allowed in a side-car's folder, including those that `recalkv eval` writes."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """Code of the keys or the values of some heads of a layer, n numbers together.
+    """Code for the keys or the values of a group of heads of a layer, n elements in total.
 
     Attributes
     ----------
     matrix : (n, n) float32
-        Column j gives coded number j; columns after the segments' are of directions that are not cached.
+        Basis: column j yields coefficient j; columns past the segments are directions that are not cached.
     segments
-        Of a row.
+        Segments of a row.
     """
 
     matrix: Tensor
@@ -46,22 +46,22 @@ class Code:
 
     @property
     def width(self) -> int:
-        """Numbers that are cached."""
+        """Number of cached coefficients."""
         return sum(segment.width for segment in self.segments)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token."""
+        """Bytes per token."""
         return row_bytes(self.segments)
 
     @functools.cached_property
     def into(self) -> Tensor:
-        """(n, width): centered states to coded numbers."""
+        """Matrix (n, width) that maps centered states to coefficients."""
         return self.matrix[:, : self.width].contiguous()
 
     @functools.cached_property
     def back(self) -> Tensor:
-        """(width, n): coded numbers to centered states."""
+        """Matrix (width, n) that maps coefficients to centered states."""
         return self.matrix.double().inverse()[: self.width].float().contiguous()
 
 
@@ -72,11 +72,11 @@ class LayerCodec:
     Attributes
     ----------
     keys, values
-        A code for each group of heads, in the order of the heads; all groups have as many heads.
+        One code per group of heads, in head order; all groups have the same number of heads.
     key_mean, value_mean : (kv heads, d) float32
-        Before RoPE, and as they are.
+        Mean key before RoPE, and mean value.
     rotation
-        Of the keys.
+        RoPE rotation of the keys.
     """
 
     keys: tuple[Code, ...]
@@ -92,7 +92,7 @@ class LayerCodec:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Sizes of a head's keys and values."""
+        """Head sizes of keys and values."""
         return self.key_mean.shape[1], self.value_mean.shape[1]
 
     @property
@@ -107,30 +107,30 @@ class LayerCodec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token: keys and values of the first group, then of the second, and so on."""
+        """Bytes per token: a row holds keys and values of the first group, then of the second, and so on."""
         return sum(code.row_bytes for code in (*self.keys, *self.values))
 
     def __deepcopy__(self, memo: Any) -> "LayerCodec":
-        # Nothing changes it, and what is made of it for decoding holds addresses of its arrays.
+        # It is immutable, and objects prepared for decoding hold addresses of its arrays.
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def is_like(self, other: "LayerCodec") -> bool:
-        """Whether rows of one are rows of the other: of the same segments, bases, means and frequencies."""
+        """Return whether both have interchangeable rows: equal segments, bases, means and rotations."""
         codes, others = (*self.keys, *self.values), (*other.keys, *other.values)
         if [code.segments for code in codes] != [code.segments for code in others]:
             return False
         return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(self._tensors(), other._tensors(), strict=True))
 
     def _tensors(self) -> list[Tensor]:
-        """All that its rows are written by, segments aside."""
+        """Return all tensors that determine its rows."""
         matrices = [code.matrix for code in (*self.keys, *self.values)]
         return [*matrices, self.key_mean, self.value_mean, self.rotation.pairs, self.rotation.frequencies]
 
     def on(self, device: torch.device) -> "LayerCodec":
-        """The same with its tensors on a device, where steps that are captured into a graph can copy none."""
+        """Return it with its tensors on a device, since steps captured into a CUDA graph cannot copy them."""
         if device == self.key_mean.device:
             return self
         keys, values = (
@@ -140,11 +140,11 @@ class LayerCodec:
         return LayerCodec(keys, values, self.key_mean.to(device), self.value_mean.to(device), rotation)
 
     def prepare(self) -> None:
-        """Compute what is made once, which a graph that is being traced cannot."""
+        """Compute the cached properties in advance, since they cannot be computed while a graph is traced."""
         _ = self.rotation.halves, [(code.into, code.back) for code in (*self.keys, *self.values)]
 
     def pack_centered(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows (batch, tokens, row bytes) uint8 of (batch, kv heads, tokens, d) float32 whose means are taken off."""
+        """Pack centered states (batch, kv heads, tokens, d) float32 into rows (batch, tokens, row bytes) uint8."""
         centered = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
         numbers: list[Tensor] = []
@@ -153,11 +153,11 @@ class LayerCodec:
             for states, codes in zip(flat, (self.keys, self.values), strict=True):
                 numbers.append(states[:, group] @ codes[group].into.to(states.device))
                 segments += codes[group].segments
-        # At once: on a GPU one launch packs all.
+        # All codes in one call, which is one launch on a GPU.
         return pack(torch.cat(numbers, -1), segments)
 
     def unpack_centered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`pack_centered`, up to rounding: (batch, kv heads, tokens, d) float32."""
+        """Undo :meth:`pack_centered`, up to the coding error: (batch, kv heads, tokens, d) float32."""
         start, pairs = 0, ([], [])  # type: ignore[var-annotated]
         for group in range(self.groups):
             for own, codes in zip(pairs, (self.keys, self.values), strict=True):
@@ -179,17 +179,17 @@ class Codec:
     Attributes
     ----------
     layers
-        By ``layer_idx`` of the attention modules; layers that are not there are cached as they are.
+        Layer codecs by ``layer_idx`` of the attention modules; missing layers are cached uncompressed.
     window
-        Newest tokens that are kept exact.
+        Number of newest tokens kept exact: the residual window.
     sinks
-        First tokens of a sequence that are kept exact.
+        Number of first tokens of a sequence kept exact.
     context
-        Positions that it was fitted for.
+        Number of positions that it was fitted for.
     fingerprint
-        Of the model.
+        Fingerprint of the model.
     record
-        What it was fitted on, plain JSON values, for people.
+        JSON facts about the model and the fit: RoPE, sliding windows, texts, settings.
     """
 
     layers: Mapping[int, LayerCodec] = field(repr=False)
@@ -201,54 +201,54 @@ class Codec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token in all layers, sliding windows not considered."""
+        """Bytes per token in all layers, ignoring sliding windows."""
         return sum(layer.row_bytes for layer in self.layers.values())
 
     @property
     def dense_bytes_per_token(self) -> int:
-        """Bytes of a token of these layers in a dense 16-bit cache."""
+        """Bytes per token of these layers in a dense 16-bit cache."""
         return sum(2 * layer.kv_heads * sum(layer.head_dims) for layer in self.layers.values())
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of the exact tokens of a sequence in 16 bits, for which there are rows, too."""
+        """Bytes of the exact tokens of a sequence in 16 bits; they are stored in addition to those tokens' rows."""
         return (self.window + self.sinks) * self.dense_bytes_per_token
 
     def cached_tokens(self, context: int) -> dict[int, int]:
-        """Tokens that each layer caches of a sequence of a length: all, or those of its sliding window."""
+        """Return the number of tokens that each layer caches of a sequence: all, or its sliding window."""
         windows = self.record.get("sliding_windows", {})
         return {index: min(context, windows.get(str(index), context)) for index in self.layers}
 
     def sequence_bytes(self, context: int) -> float:
-        """Bytes of the rows of one sequence, layers with a sliding window counted for what they cache."""
+        """Return the bytes of the rows of one sequence; sliding-window layers count only the tokens they cache."""
         tokens = self.cached_tokens(context)
         return sum(layer.row_bytes * tokens[index] for index, layer in self.layers.items())
 
     def bits_per_element(self, context: int | None = None, exact: bool = True) -> float:
-        """Bits of a cached number of one sequence.
+        """Return the bits per cached element of one sequence.
 
         Parameters
         ----------
         context
-            Length of the sequence; None for the codec's own, and rows alone.
+            Length of the sequence; None for the codec's context, counting rows only.
         exact
             Whether exact tokens are counted as well.
         """
         tokens = self.cached_tokens(context or self.context)
         elements = {index: layer.kv_heads * sum(layer.head_dims) for index, layer in self.layers.items()}
-        # Rows are there for the exact tokens, too.
+        # Exact tokens have rows as well, so their bytes are added.
         kept = self.window + self.sinks if exact and context is not None else 0
         held = sum(16 * elements[index] * min(kept, count) for index, count in tokens.items())
         rows = 8 * self.sequence_bytes(context or self.context)
         return (rows + held) / sum(elements[index] * count for index, count in tokens.items())
 
     def save(self, folder: str | Path) -> None:
-        """Write the side-car; whole, or not at all. A side-car that is there is replaced.
+        """Write the side-car completely or not at all, replacing an existing one.
 
         Raises
         ------
         ParameterError
-            If the folder holds anything else.
+            If it is the current folder, or holds files other than a side-car's.
         """
         folder = Path(folder).resolve()
         if folder == Path.cwd():
@@ -262,7 +262,7 @@ class Codec:
                 f"codec: {folder} holds other files than those of a codec, and would be replaced; name a new folder."
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Under names of its own: another process may write there as well.
+        # Unique temporary names: another process may write the same side-car.
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             new.mkdir()
@@ -285,7 +285,7 @@ class Codec:
                 for group, code in enumerate(codes):
                     tensors[f"{name}.{side}.{group}"] = code.matrix.contiguous()
             tensors |= {f"{name}.key_mean": layer.key_mean, f"{name}.value_mean": layer.value_mean}
-            # Layers share them, files do not.
+            # Cloned because layers share these tensors, which safetensors refuses to save.
             tensors |= {f"{name}.pairs": layer.rotation.pairs.clone()}
             tensors |= {f"{name}.frequencies": layer.rotation.frequencies.clone()}
             layers[str(index)] = {
@@ -299,7 +299,7 @@ class Codec:
         (folder / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
     def revision_of(self, name: str) -> str | None:
-        """Revision of the hub's model that it was fitted to, if that is of this name."""
+        """Return the hub revision of the model that it was fitted to, or None if that model has another name."""
         revision: str | None = self.record.get("revision")
         return revision if self.record.get("model") == name else None
 
@@ -310,7 +310,7 @@ class Codec:
         Raises
         ------
         CheckpointError
-            If there is none, or it is damaged or of another format.
+            If it is missing, damaged or of another format.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -330,7 +330,7 @@ class Codec:
         try:
             layers = {int(index): _layer(tensors, f"layers.{index}", own) for index, own in record["layers"].items()}
             window, sinks, context = (record[name] for name in ("window", "sinks", "context"))
-            # Compiled loops take their word for it.
+            # Compiled loops use these values unchecked.
             whole = all(type(each) is int for each in (window, sinks, context))
             if not whole or min(window, sinks + 1, context) < 1 or max(window, sinks) > _MOST_EXACT:
                 raise ValueError(f"window {window}, sinks {sinks}, context {context}")
@@ -355,7 +355,7 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
     means = tensors[f"{name}.key_mean"], tensors[f"{name}.value_mean"]
     heads, groups = len(means[0]), len(sides[0])
     for codes, mean in zip(sides, means, strict=True):
-        # Compiled loops read as many numbers as these say: all are checked here.
+        # Compiled loops trust these shapes, so all are checked here.
         covered = mean.ndim == 2 and len(mean) == heads and len(codes) == groups > 0 and heads % groups == 0
         if not covered or any(len(code.matrix) != heads // groups * mean.shape[1] for code in codes):
             raise CheckpointError(f"codec: bases of {name} do not cover its heads {tuple(mean.shape)}; fit again.")

@@ -1,1 +1,1 @@
-"""The method: one module per step, from statistics and weights to factors. No files, no command line."""
+"""The compression method, one module per step, from statistics and weights to factors; no files, no command line."""

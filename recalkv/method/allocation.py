@@ -1,4 +1,4 @@
-"""Allocate_Compression_Ratio: ranks, and bits, of all layers under one budget of cached bytes (Algorithm 1)."""
+"""Allocate_Compression_Ratio: ranks and bits of all layers under one budget of cached bytes (Algorithm 1)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,19 +20,19 @@ Energies = Sequence[Sequence[Tensor]]
 def allocate(
     geometry: AttentionGeometry, scores: FisherScores | None, method: Method, energies: Energies | None = None
 ) -> tuple[list[LayerSpec], Allocation]:
-    """Give every layer its ranks.
+    """Allocate the ranks, and the bits if latents are quantized, of every layer.
 
     Parameters
     ----------
     geometry
-        Sizes of the model's attention.
+        Attention geometry of the model.
     scores
-        Fisher scores, which ``fisher`` needs.
+        Fisher scores, needed for ``fisher`` allocation.
     method
-        The resolved method.
+        Resolved method.
     energies
-        Per layer, the energies of its latents (:meth:`recalkv.method.problem.LayerProblem.energies`), which
-        ``water-filling`` needs.
+        Energies of each layer's latents (:meth:`recalkv.method.problem.LayerProblem.energies`), needed for
+        ``water-filling`` allocation.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def allocate(
 
 
 def check_budget(geometry: AttentionGeometry, method: Method) -> None:
-    """Refuse a ratio that :func:`allocate` refuses whatever the statistics are.
+    """Refuse a ratio that :func:`allocate` refuses for any statistics.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def check_budget(geometry: AttentionGeometry, method: Method) -> None:
 
 
 def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]]:
-    """Full ranks of a layer's latents, projection by projection: keys and values, or both at once."""
+    """Return the full ranks of a layer's latents by projection: keys and values, or both as one."""
     keys, values = (
         tuple(size * geometry.head_dim for size in group_sizes(geometry.kv_heads, group_size))
         for group_size in (method.group_size, method.value_group_size(geometry.kv_heads))
@@ -78,11 +78,11 @@ def _widths(geometry: AttentionGeometry, method: Method) -> list[tuple[int, ...]
 
 
 def _elements_ratio(widths: Sequence[tuple[int, ...]], layers: int, method: Method) -> float:
-    """Fraction of the elements that equal bits leave out."""
+    """Return the fraction of the elements to leave out so that the rest fits the budget with equal bits."""
     bits = int(method.bits)
     units = layers * [width for own in widths for width in own]
     dense, least = sum(units), sum(min(BLOCK, width) for width in units)
-    # Rows hold multiples of BLOCK latents: what groups of other widths take beyond their full rank is set aside.
+    # Rows hold multiples of BLOCK elements: padding of groups of other widths is subtracted.
     elements = equal_bits_elements(dense, len(units), method.ratio, bits, sum(-width % BLOCK for width in units))
     if elements < least:
         raise BudgetError(
@@ -93,14 +93,14 @@ def _elements_ratio(widths: Sequence[tuple[int, ...]], layers: int, method: Meth
 
 
 def predicted_loss(specs: Sequence[LayerSpec], energies: Energies) -> float:
-    """Half of the energy that ranks and codes leave: nats per token under the loss-aware metric.
+    """Return half of the energy that ranks and codes leave: nats per token under the loss-aware metric.
 
     Parameters
     ----------
     specs
-        Of every layer.
+        Spec of every layer.
     energies
-        As those of :func:`allocate`, descending.
+        Energies as in :func:`allocate`, descending.
     """
     left = 0.0
     for spec, layer in zip(specs, energies, strict=True):
@@ -122,7 +122,7 @@ def _ranks(
     energies: Energies | None,
     multiple: int,
 ) -> Allocation:
-    """Ranks of every projection that leave this fraction of the elements out."""
+    """Return the ranks of every projection that leave out a fraction ``ratio`` of the elements."""
     if method.allocation == "water-filling":
         flat = _flat(energies)
         ranks, budget, used = water_filling(flat, ratio, multiple)
@@ -141,7 +141,7 @@ def _ranks(
 def _mixed(
     geometry: AttentionGeometry, widths: Sequence[tuple[int, ...]], method: Method, energies: Energies | None
 ) -> tuple[list[LayerSpec], Allocation]:
-    """Rank and bits of every direction at once; elements are counted as in any allocation."""
+    """Allocate rank and bits of every direction together; elements are counted as in any allocation."""
     flat = _flat(energies)
     segments = [list(own) for own in _per_projection(iter(mixed_bits(flat, method.ratio)), widths, geometry.layers)]
     ranks = [tuple(sum(segment.width for segment in group) for group in projection) for projection in segments]
@@ -156,12 +156,12 @@ def _flat(energies: Energies | None) -> list[list[float]]:
 
 
 def _per_projection(units: Iterator[Any], widths: Sequence[tuple[int, ...]], layers: int) -> list[tuple[Any, ...]]:
-    """What belongs to each latent, by projection."""
+    """Regroup a flat sequence with one item per latent into one tuple per projection."""
     return [tuple(next(units) for _ in own) for _ in range(layers) for own in widths]
 
 
 def _specs(allocation: Allocation, segments: Sequence[Any] | None, joint: bool) -> list[LayerSpec]:
-    """Ranks by projection as latents by layer."""
+    """Convert ranks and segments by projection to one spec per layer."""
     step = 1 if joint else 2
     specs = []
     for first in range(0, len(allocation.ranks), step):

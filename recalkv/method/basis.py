@@ -1,4 +1,4 @@
-"""The basis in which latents are quantized: put one layer's factors into it; their product stays."""
+"""Transform a layer's factors to the basis in which latents are quantized; their product does not change."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,18 +18,18 @@ from recalkv.trellis.rows import Segment
 def quantizable(
     refit: LayerRefit, problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec, index: int
 ) -> LayerRefit:
-    """Natural basis by falling variance, scaled by :func:`shared_scales` and rotated within each segment.
+    """Transform factors to the natural basis, scaled by :func:`shared_scales` and rotated within each segment.
 
-    With mixed bits the basis minimizes the error in the method's own metric, in which the bits were
-    allocated. With the same bits everywhere it minimizes the plain reconstruction error: the loss metric
-    has directions of almost no cost, in which coarse rounding would put noise without bound.
+    Directions are sorted by descending variance. With mixed bits the basis minimizes the error in the method's metric,
+    in which the bits were allocated. With equal bits it minimizes the plain reconstruction error: the loss metric
+    has directions of almost no cost, in which coarse rounding would cause unbounded noise.
 
     Parameters
     ----------
     refit
-        Factors of layer ``index``, in any basis; of the same ``down`` where they share their latents.
+        Factors of layer ``index``, in any basis; with the same ``down`` if keys and values share their latents.
     spec
-        Segments of the layer.
+        Spec of the layer, with its segments.
     """
     assert spec.key_segments is not None
     gram, method = problem.input_metric, problem.method
@@ -87,32 +87,32 @@ def _turn(
 
 
 def shared_scales(variances: Tensor) -> Tensor:
-    """What to divide each direction of a segment by, before the rotation, so that rounding costs least.
+    """Return the divisor of each direction of a segment, before the rotation, that minimizes the rounding error.
 
-    Behind the rotation all directions share one step: divided by ``s_j``, a direction of variance ``v_j`` gets noise
-    of variance ``D s_j^2 mean_i(v_i / s_i^2)``. The sum over directions is least for ``s_j^2`` in proportion to
-    ``sqrt(v_j)``, by Cauchy and Schwarz, and is then ``D (sum_j sqrt(v_j))^2 / w``. White noise (all ``s_j`` equal) and
-    noise in proportion to the signal (``s_j^2 = v_j``) both cost ``D sum_j v_j``: many times more, as variances span
-    decades.
+    After the rotation all directions share one step: divided by ``s_j``, a direction of variance ``v_j`` gets noise
+    of variance ``D s_j^2 mean_i(v_i / s_i^2)``. By Cauchy-Schwarz, the sum over directions is least for ``s_j^2``
+    proportional to ``sqrt(v_j)``, where it is ``D (sum_j sqrt(v_j))^2 / w``. White noise (all ``s_j`` equal) and
+    noise proportional to the signal (``s_j^2 = v_j``) both cost ``D sum_j v_j``, which is many times more because
+    variances span decades.
 
     Parameters
     ----------
     variances : (w,) float64
-        Of the directions of one segment, in the natural basis.
+        Variances of the directions of one segment, in the natural basis.
 
     Returns
     -------
     (w,) float64
-        Such that the rotated latents have unit variance on average.
+        Divisors, normalized so that the rotated latents have unit variance on average.
     """
-    # A direction without variance must not be blown up: as if it had a millionth of the largest.
+    # A direction without variance must not be amplified: standard deviations are at least 1e-6 of the largest.
     floor = variances.max().clamp_min(1e-300) * 1e-12
     roots = variances.clamp_min(float(floor)).sqrt()
     return (roots * roots.mean()).sqrt()
 
 
 def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Basis of latents in which noise costs the same in every direction, and the latents are uncorrelated.
+    """Return the basis in which latents are uncorrelated and noise costs the same in every direction.
 
     Noise e on latents z costs ``e N e^T`` with ``N = R G R^T``. With ``z' = z M`` and
     ``R' = M^-1 R`` it costs ``e' e'^T``, and the second moment of z' is diagonal: the setting of
@@ -128,7 +128,7 @@ def natural_basis(covariance: Tensor, noise_cost: Tensor) -> tuple[Tensor, Tenso
     Returns
     -------
     M, M^-1 : (r, r) float64
-        Columns of M by descending variance, signs fixed.
+        Basis and its inverse; columns of M in order of descending variance, with fixed signs.
     """
     values, vectors = torch.linalg.eigh(noise_cost)
     roots = values.clamp_min(values[-1].clamp_min(1e-300) * 1e-12).sqrt()

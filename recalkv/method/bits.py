@@ -1,8 +1,8 @@
-"""Rank and bits of every direction under one budget of bytes: reverse water-filling over blocks of directions.
+"""Allocate rank and bits of every direction under one byte budget: reverse water-filling over blocks of directions.
 
-A direction that is not cached has zero bits, so rank and precision are one question. In the natural
+A direction that is not cached has zero bits, so rank and precision are one decision. In the natural
 basis (:func:`recalkv.method.basis.natural_basis`) a direction of energy E, cached with b bits, leaves the
-loss ``E DISTORTION[b]`` (Cover and Thomas, section 10.3.3, with the few rates that there are codes for).
+loss ``E DISTORTION[b]`` (Cover and Thomas, section 10.3.3, restricted to the rates of the supported codes).
 """
 
 import heapq
@@ -21,18 +21,18 @@ _HALVINGS = 16
 
 
 def budget_bits(dense: int, ratio: float) -> int:
-    """Bits per token that a ratio leaves of a dense cache of so many 16-bit elements."""
+    """Return the bits per token that a ratio leaves of a dense cache of ``dense`` 16-bit elements."""
     check_ratio(ratio)
     return math.floor(dense * DENSE_BITS * (1 - ratio) + 1e-6)
 
 
 def equal_bits_elements(dense: int, units: int, ratio: float, bits: int, padding: int = 0) -> int:
-    """Elements of ``bits`` bits that fit the budget beside a scale byte for each of the units, and so much padding."""
+    """Return the number of ``bits``-bit elements that fit the budget beside a scale byte per unit and the padding."""
     return min(dense, max(0, budget_bits(dense, ratio) - 8 * units) // bits - padding)
 
 
 def check_mixed(widths: Sequence[int], ratio: float) -> None:
-    """Refuse a ratio that not even one block of the least bits of every unit, of these full ranks, meets.
+    """Refuse a ratio that not even one block of the fewest bits per unit meets; ``widths`` are the units' full ranks.
 
     Raises
     ------
@@ -49,24 +49,24 @@ def check_mixed(widths: Sequence[int], ratio: float) -> None:
 
 
 def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[tuple[Segment, ...]]:
-    """Segments of every unit that leave the least loss within the budget.
+    """Return the segments of every unit that minimize the loss within the budget.
 
     Parameters
     ----------
     energies
-        Energies of every unit (one latent of one layer), descending; as many as its full rank.
+        Energies of every unit (one latent of one layer), descending; one per direction of its full rank.
     ratio
         Fraction of the dense 16-bit cache's bytes to remove, in [0, 1).
 
     Returns
     -------
     list of tuple of Segment
-        Of each unit, by falling bits; at least one block of the least bits.
+        Segments of each unit, in order of descending bits; at least one block of the fewest bits.
 
     Raises
     ------
     BudgetError
-        If even that exceeds the budget.
+        If even one block per unit exceeds the budget.
     """
     widths = [len(unit) for unit in energies]
     check_mixed(widths, ratio)
@@ -76,24 +76,24 @@ def mixed_bits(energies: Sequence[Sequence[float]], ratio: float) -> list[tuple[
 def allocate_bits(
     energies: Sequence[Sequence[float]], tokens: Sequence[float], budget: float, least: int = 0
 ) -> list[tuple[Segment, ...]]:
-    """Segments of every unit, coded by itself, that leave the least loss within a budget.
+    """Return the segments of every separately coded unit that minimize the loss within a budget.
 
     Parameters
     ----------
     energies
-        Of the directions of each unit in its natural basis, descending.
+        Energies of the directions of each unit in its natural basis, descending.
     tokens
-        How many tokens each unit's layer caches at the context in question: what its bytes cost. Layers with a sliding
-        window hold fewer than others.
+        Number of tokens that each unit's layer caches at the context, by which its bytes are multiplied. Sliding-window
+        layers cache fewer than others.
     budget
         Bytes of all rows of that context.
     least
-        Level that the first block of each unit has at least, and that the budget holds; 0 for none.
+        Minimum level of the first block of each unit, which the budget must hold; 0 for none.
 
     Returns
     -------
     list of tuple of Segment
-        Of each unit, by falling bits; empty where nothing of it is worth its bytes.
+        Segments of each unit, in order of descending bits; empty if no block of the unit is worth its bytes.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def allocate_bits(
             f"a budget of {budget:,.0f} bytes is below the {smallest:,.0f} of the smallest rows; ask for more."
         )
     blocks = [[unit[start : start + BLOCK] for start in range(0, len(unit), BLOCK)] for unit in energies]
-    # Rounding may put energies that are alike out of their order.
+    # Rounding may put nearly equal energies out of order.
     sums = [list(itertools.accumulate(map(sum, unit), min)) for unit in blocks]
 
     def price(unit: int, level: int) -> float:
@@ -119,7 +119,7 @@ def allocate_bits(
         levels = _filled(sums, price, spend, least)
         return [_segments(unit, own) for unit, own in zip(blocks, levels, strict=True)]
 
-    # Scales cost bytes as well, and how many depends on the result: find how much may be spent on codes.
+    # Scales cost bytes as well, and their number depends on the result: bisect the bytes to spend on codes.
     low, high, best = 0.0, 2 * budget, filled(0.0)
     for _ in range(_HALVINGS):
         spend = (low + high) / 2
@@ -129,13 +129,13 @@ def allocate_bits(
             high = spend
         else:
             low, best = spend, segments
-            if high > budget:  # all of it
+            if high > budget:  # all bytes of the budget
                 break
     return best
 
 
 def energy_left(energies: Sequence[float], segments: Sequence[Segment]) -> float:
-    """Energy that the codes of a unit leave of its directions, those that are not cached included."""
+    """Return the energy left by the codes of a unit, including directions that are not cached."""
     start, left = 0, 0.0
     for width, bits in segments:
         left += DISTORTION[bits] * math.fsum(energies[start : start + width])
@@ -146,20 +146,20 @@ def energy_left(energies: Sequence[float], segments: Sequence[Segment]) -> float
 def _filled(
     energies: Sequence[Sequence[float]], price: Callable[[int, int], float], budget: float, first: int
 ) -> list[list[int]]:
-    """Level of every block, by buying the step that saves the most loss for its price, over and over.
+    """Return the level of every block, found by repeatedly buying the step that saves the most loss per price.
 
-    Energies descend, and a block never has a higher level than the one before it, so equal levels are contiguous.
+    Energies descend, and a block never has a higher level than the previous block, so equal levels are contiguous.
 
     Parameters
     ----------
     energies
-        Of every block of every unit.
+        Energy of every block of every unit.
     price
-        Of a step up to a level, by unit and level.
+        Price of a step up to a level, by unit and level.
     budget
-        That prices are taken from.
+        Total of prices that may be spent.
     first
-        Level that the first block of each unit has whatever it costs; the caller has paid for it.
+        Initial level of the first block of each unit, which the caller has already paid for.
     """
     levels = [[first] + [0] * (len(unit) - 1) for unit in energies]
     heap: list[tuple[float, int, int, int]] = []

@@ -1,4 +1,4 @@
-"""Group_SVD of the keys, and SVD of the values, or of both as one: factors of one layer (Algorithm 1)."""
+"""Factorize one layer: Group_SVD of the keys and SVD of the values, or one SVD of both (Algorithm 1)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LayerFactors:
     Attributes
     ----------
     keys, values
-        Of the same ``down`` where keys and values share their latents.
+        Factors, with the same ``down`` if keys and values share their latents.
     key_error, value_error : float
         Relative squared errors of the outputs on the dense model's inputs.
     predicted_rise : float
@@ -32,7 +32,7 @@ class LayerFactors:
 
 
 def factorize_layer(problem: LayerProblem, groups: Sequence[Sequence[int]], spec: LayerSpec) -> LayerFactors:
-    """Factors of one layer's keys and values, float32, at the ranks of ``spec``; ``groups`` are of key heads."""
+    """Factorize a layer's keys and values to float32 factors of the ranks in ``spec``; ``groups`` are of key heads."""
     key_parts, value_parts = problem.parts(groups)
     first = factorize_parts(key_parts, spec.key_ranks)
     if problem.method.joint:

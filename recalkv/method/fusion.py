@@ -1,8 +1,8 @@
-"""Step 8, fold everything that is fixed into the weights (paper, "Matrix Fusion" and HSR's reordering).
+"""Step 8, fold all constant transforms into the weights (paper, "Matrix Fusion" and HSR's reordering).
 
-* The head permutation goes into W_q, W_k, W_v and W_o: query heads and output rows move with their
+* The head permutation is folded into W_q, W_k, W_v and W_o: query heads and output rows move with their
   KV head, so nothing is permuted at run time.
-* The value bias passes through the softmax unchanged (its weights sum to 1) and joins the output bias.
+* The value bias passes through attention unchanged (softmax weights sum to 1) and is folded into the output bias.
 * ``R_v`` is fused into ``W_o`` where that is cheaper than applying both.
 """
 
@@ -23,13 +23,13 @@ from recalkv.params import CalibrationParams, CompressionParams, public_name
 
 _CALIBRATION = {"text", "split", "samples", "length", "seed", "precision"}
 _RESOLVED = ("metric", "joint", "grouping", "allocation", "refit", "bits", "damping")
-"""Parameters whose ``auto`` the method decides; the checkpoint says what was done."""
+"""Parameters whose ``auto`` the method resolves; the checkpoint records the resolved values."""
 
 
 def stored_layers(
     geometry: AttentionGeometry, specs: Sequence[LayerSpec], permutations: Sequence[Sequence[int]]
 ) -> list[LayerSpec]:
-    """Latents of every layer as a checkpoint holds them: with the heads' order and the layout of the values."""
+    """Return the spec of every layer as stored in a checkpoint, with head permutation and value layout."""
     return [
         dataclasses.replace(
             spec, value_layout=choose_value_layout(geometry, spec.value_ranks), head_permutation=permutation
@@ -46,14 +46,14 @@ def stored_latents(
     provenance: dict[str, str | None],
     calibration: CalibrationParams | None = None,
 ) -> LatentSpec:
-    """What a checkpoint says of its latents.
+    """Return the description of the latents that a checkpoint stores.
 
     Parameters
     ----------
     provenance
         ``name``, ``revision`` and ``fingerprint`` of the dense model.
     calibration
-        What the statistics were taken on, for the model card; None where it is not known.
+        Calibration parameters, for the model card; None if unknown.
     """
     geometry, names = source.geometry, source.layer_tensor_names(source.places[0])
     method = resolve_method(parameters, geometry.kv_heads)
@@ -75,7 +75,7 @@ def stored_latents(
 
 
 def _told(calibration: CalibrationParams) -> dict[str, Any]:
-    """What a checkpoint says of its calibration; of local files their names: checkpoints are published."""
+    """Return the calibration record of a checkpoint; local files by name only, since checkpoints are published."""
     told = calibration.model_dump(mode="json", include=_CALIBRATION)
     return told | {"text": [public_name(text) for text in told["text"]]}
 
@@ -88,25 +88,25 @@ def fuse_layer(
     input_mean: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """All tensors of one compressed layer, by their names within it (Algorithm 1, Matrix_Fusion).
+    """Return all tensors of one compressed layer by their names in the layer (Algorithm 1, Matrix_Fusion).
 
-    What the method leaves as it was comes as the source holds it.
+    Tensors that the method does not change are returned as stored in the source.
 
     Parameters
     ----------
     spec
-        One of :func:`stored_layers`.
+        Spec of the layer from :func:`stored_layers`.
     refit
         Final factors and output projection.
     input_mean : (m,) or None
-        Mean attention input, given where latents are quantized.
+        Mean attention input, given if latents are quantized.
     dtype
-        Of what is new.
+        Dtype of new tensors.
     """
     prefix, place = "self_attn.", source.places[index]
     given = {name.removeprefix(prefix): tensor for name, tensor in source.layer_tensors(place, prefix).items()}
     dense = _without_gate(given, source.geometry) if source.geometry.gated else given
-    # What a store holds is on the CPU.
+    # Tensors from a store are on the CPU.
     keys, values = refit.keys.to(source.device), refit.values.to(source.device)
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
     order = head_order(source.config, source.geometry.head_dim)
@@ -120,7 +120,7 @@ def fuse_layer(
 
 
 def _without_gate(dense: Mapping[str, Tensor], geometry: AttentionGeometry) -> dict[str, Tensor]:
-    """The query projection taken apart into queries and gate, by heads."""
+    """Split the query projection into queries and gate, head by head."""
     parts: dict[str, Tensor] = {}
     for kind in {"q_proj.weight", "q_proj.bias"} & dense.keys():
         by_head = dense[kind].unflatten(0, (geometry.heads, 2, geometry.head_dim))
@@ -129,7 +129,7 @@ def _without_gate(dense: Mapping[str, Tensor], geometry: AttentionGeometry) -> d
 
 
 def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor) -> tuple[dict[str, Tensor], LowRank]:
-    """Queries, keys and their norms with the dimensions of each head in this order."""
+    """Reorder the dimensions of each head in queries, keys and their norms."""
 
     def ordered(tensor: Tensor, dim: int) -> Tensor:
         starts = torch.arange(0, tensor.shape[dim], len(order))
@@ -141,7 +141,7 @@ def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor)
 
 
 def fusion_rank_limit(geometry: AttentionGeometry) -> float:
-    """Rank up to which fusing costs no more multiplications per token than R_v, then W_o.
+    """Return the rank up to which fusing costs no more multiplications per token than R_v followed by W_o.
 
     ``h r m <= h r d_h + h d_h m``, so ``r <= d_h m / (m - d_h)``: about ``1.03 d_h`` for m = 4096.
     """
@@ -150,26 +150,26 @@ def fusion_rank_limit(geometry: AttentionGeometry) -> float:
 
 
 def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int]) -> str:
-    """``fused`` where every group's rank is within :func:`fusion_rank_limit`, else ``separate``.
+    """Return ``fused`` if every group's rank is within :func:`fusion_rank_limit`, else ``separate``.
 
-    With sinks or a gate always the latter: a constant of the values then belongs to values, not to the output, and a
-    gate is that of a head's own dimensions.
+    Attention sinks or a gate always give ``separate``: a constant of the values then cannot move to the output, and a
+    gate acts on the dimensions of each head.
     """
     return "fused" if geometry.values_pass and max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
 
 
 def head_columns(order: Sequence[int], head_dim: int) -> Tensor:
-    """Columns of a projection when its heads are put in this order, (len(order) * d_h,) int64."""
+    """Return the column indices that reorder a projection's heads, (len(order) * d_h,) int64."""
     return (torch.tensor(order)[:, None] * head_dim + torch.arange(head_dim)).reshape(-1)
 
 
 def query_order(permutation: Sequence[int], queries_per_kv: int) -> list[int]:
-    """Order of the query heads when each moves with its KV head."""
+    """Return the order of the query heads when each moves with its KV head."""
     return [head * queries_per_kv + offset for head in permutation for offset in range(queries_per_kv)]
 
 
 def fuse_output(value_up: Sequence[Tensor], output: Tensor, geometry: AttentionGeometry) -> Tensor:
-    """Fused output projection ``W~_o`` (paper eq. for W~_o, one block per query head).
+    """Compute the fused output projection ``W~_o`` (paper eq. for W~_o, one block per query head).
 
     Parameters
     ----------
@@ -205,21 +205,21 @@ def fused_attention_tensors(
     Parameters
     ----------
     dense
-        The dense attention's tensors by their Hugging Face names (``q_proj.weight``, ...).
+        Tensors of the dense attention by their Hugging Face names (``q_proj.weight``, ...).
     spec
-        One of :func:`stored_layers`; where it is ``joint``, ``keys.down`` serves keys and values.
+        Spec of the layer from :func:`stored_layers`; if it is ``joint``, ``keys.down`` serves keys and values.
     keys, values
-        Factors whose groups follow the permuted heads.
+        Factors with groups in the order of the permuted heads.
     fitted_output : (h * d_h, m) or None
-        Takes the place of the dense W_o (:mod:`recalkv.method.output_fit`); rows in the model's order.
+        Replaces the dense W_o (:mod:`recalkv.method.output_fit`); rows in the model's head order.
     input_mean : (m,) or None
-        Mean attention input. Its latents are taken off what is cached (quantized latents should carry no
-        constant), and what they stand for is added to the keys and, through the softmax, to the output.
+        Mean attention input. Its latents are subtracted before caching (quantized latents should carry no
+        constant), and their reconstruction is added to the key bias and the output bias (or the value bias).
 
     Returns
     -------
     dict
-        Float64 for what was computed, the dense type for what was only moved.
+        Float64 for computed tensors, the dense dtype for tensors that were only reordered.
     """
     d_h = geometry.head_dim
     queries = head_columns(query_order(spec.head_permutation, geometry.queries_per_kv), d_h)
@@ -259,7 +259,7 @@ def fused_attention_tensors(
         tensors["o_proj.bias"] = bias
     for norm, order in (("q_norm.weight", queries), ("k_norm.weight", heads)):
         if norm in dense:
-            # Over each head, or all of them together.
+            # The norm's weight covers one head, or all heads together.
             tensors[norm] = dense[norm] if len(dense[norm]) == d_h else dense[norm][order]
     if geometry.sinks:
         tensors["sinks"] = dense["sinks"][query_order(spec.head_permutation, geometry.queries_per_kv)]
@@ -267,19 +267,19 @@ def fused_attention_tensors(
 
 
 def _sum(first: Tensor | None, second: Tensor) -> Tensor:
-    """Float64 sum, the first of which may be missing."""
+    """Return the float64 sum; the first summand may be None."""
     return second.double() if first is None else first.double() + second.double()
 
 
 def _centered(input_mean: Tensor, factors: LowRank) -> tuple[Tensor, Tensor]:
-    """Bias that takes the mean off the latents, and what the mean stands for in the outputs."""
+    """Return the bias that subtracts the mean from the latents, and the contribution of the mean to the outputs."""
     means = [input_mean.double() @ left.double() for left in factors.down]
     constants = [mean @ right.double() for mean, right in zip(means, factors.up, strict=True)]
     return -torch.cat(means), torch.cat(constants)
 
 
 def _group_of_query(value_up: Sequence[Tensor], geometry: AttentionGeometry) -> list[tuple[int, int]]:
-    """For each (permuted) query head: its value group and its KV head's place in that group."""
+    """Return for each (permuted) query head its value group and the position of its KV head in that group."""
     places = [
         (group, offset) for group, up in enumerate(value_up) for offset in range(up.shape[1] // geometry.head_dim)
     ]

@@ -1,6 +1,6 @@
-"""Step 5: which heads of a layer share a latent (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
+"""Step 5, choose which heads of a layer share a latent (Algorithm 1, Calculate_CKA_Similarity, Head_Reorder).
 
-Algorithm 1 allocates before it reorders. Water-filling needs the groups' spectra, so that heads are grouped first.
+Algorithm 1 allocates before it reorders. Water-filling needs the spectra of the groups, so heads are grouped first.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from recalkv.method.similarity import head_cka
 
 @dataclass(frozen=True)
 class HeadGrouping:
-    """Key heads of one layer in groups.
+    """Grouping of the key heads of one layer.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class HeadGrouping:
 
 
 def group_heads(problem: LayerProblem) -> HeadGrouping:
-    """CKA of one layer's key heads, and their groups: the most similar, or neighbors."""
+    """Compute the CKA of one layer's key heads and group them by similarity or as neighbors."""
     method = problem.method
     similarity = head_cka(problem.keys, problem.statistics.inputs.centered_gram(), problem.head_dim)
     if method.grouping == "cka":

@@ -1,4 +1,4 @@
-"""The factors of one projection, and how they stand for it."""
+"""Low-rank factors of one projection."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """One projection's factors, a pair per head group, in the order of the (permuted) heads.
+    """Factors of one projection, one pair per head group, in the order of the (permuted) heads.
 
     Attributes
     ----------
@@ -27,19 +27,19 @@ class LowRank:
         return [factor.shape[1] for factor in self.down]
 
     def dense(self) -> Tensor:
-        """The m x n projection ``[L_1 R_1, L_2 R_2, ...]`` that the factors stand for."""
+        """Return the m x n projection ``[L_1 R_1, L_2 R_2, ...]`` that the factors represent."""
         return torch.cat([left @ right for left, right in zip(self.down, self.up, strict=True)], dim=1)
 
     def halves(self) -> tuple["LowRank", "LowRank"]:
-        """Keys and values that share these latents: the halves of each group's columns, both of this ``down``."""
+        """Split joint factors into keys and values: the halves of each group's columns, both with this ``down``."""
         pairs = [up.split(up.shape[1] // 2, dim=1) for up in self.up]
         keys, values = ([pair[side].contiguous() for pair in pairs] for side in (0, 1))
         return LowRank(self.down, keys), LowRank(self.down, values)
 
     def float(self) -> "LowRank":
-        """The same in float32, as stores keep it."""
+        """Convert to float32, the dtype of stores."""
         return self.to(torch.float32)
 
     def to(self, place: torch.device | torch.dtype) -> "LowRank":
-        """The same on another device, or of another type."""
+        """Move to another device, or convert to another dtype."""
         return LowRank([part.to(place) for part in self.down], [part.to(place) for part in self.up])

@@ -1,4 +1,4 @@
-"""What each method does at each step: one line per method, resolved once, no branches on names elsewhere."""
+"""Choices of each method at each step: one line per method, resolved once, so no other code branches on names."""
 
 from dataclasses import dataclass
 
@@ -8,24 +8,24 @@ from recalkv.params import CompressionParams
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices that make up a compression method; most are parameters of their own, too.
+    """Choices that define a compression method; most can also be set as parameters.
 
     Attributes
     ----------
     metric
-        What the factors minimize: the error of the ``weight``, of its outputs on calibration inputs
+        Objective of the factors: the error of the ``weight``, the error of its outputs on calibration inputs
         (``activation``), or the rise of the ``loss``.
     joint
-        Keys and values of a group share one latent: ``[W_k, W_v]`` is one matrix.
+        Whether keys and values of a group share one latent: ``[W_k, W_v]`` is factorized as one matrix.
     grouping
-        Heads that share a latent: ``neighbors`` or ``cka`` (HSR).
+        Selection of heads that share a latent: ``neighbors`` or ``cka`` (HSR).
     whole_values
-        One group for the whole value matrix; otherwise values are grouped like keys.
+        Whether the whole value matrix is one group; otherwise values are grouped like keys.
     allocation
-        How the ranks share the budget: ``water-filling``, ``fisher`` or ``uniform``.
+        Division of the budget among ranks: ``water-filling``, ``fisher`` or ``uniform``.
     refit
-        What is fitted again after the compressed prefix: ``none``, ``values`` (OVC) or ``output``, which ``auto``
-        leaves out in mixed bits up to a ratio of :data:`FIT_ABOVE`.
+        Weights fitted again after the compressed prefix: ``none``, ``values`` (OVC) or ``output``, which ``auto``
+        changes to ``none`` for mixed bits up to a ratio of :data:`FIT_ABOVE`.
     """
 
     metric: str
@@ -37,7 +37,7 @@ class Choices:
 
 
 METHODS = {
-    # Beyond the paper: one metric for factors and ranks; the output projection takes up the rest.
+    # Beyond the paper: one metric for factors and ranks; the output projection compensates part of the error.
     "loss-aware": Choices("loss", True, "cka", False, "water-filling", "output"),
     # The paper: HSR for keys, whole-matrix SVD and OVC for values.
     "recalkv": Choices("activation", False, "cka", True, "fisher", "values"),
@@ -49,15 +49,15 @@ METHODS = {
 
 
 FIT_ABOVE = 0.9
-"""Ratio above which mixed bits leave so much out that a fit of the output gains; not at 0.875 (reports/frontier.md)."""
+"""Ratio above which fitting the output helps with mixed bits; it does not at 0.875 (reports/frontier.md)."""
 
 DAMPING = {"loss": 0.1}
-"""``compression.damping`` where it is null, by metric. See docs/method.md for what it was measured to gain."""
+"""Default of ``compression.damping`` by metric; see docs/method.md for its measured gain."""
 
 
 @dataclass(frozen=True)
 class Method(Choices):
-    """A method and its numbers, which mean what :class:`recalkv.params.CompressionParams` says of them."""
+    """Resolved method with its parameters, which are documented in :class:`recalkv.params.CompressionParams`."""
 
     ratio: float
     group_size: int
@@ -72,22 +72,22 @@ class Method(Choices):
         return self.bits != 16
 
     def value_group_size(self, kv_heads: int) -> int:
-        """Key/value heads that share a value latent: all of them, or the group size."""
+        """Return the number of KV heads that share a value latent: all of them, or the group size."""
         return kv_heads if self.whole_values else self.group_size
 
 
 def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -> Method:
-    """Return the method with every choice put in its place: ``auto`` is the method's own.
+    """Resolve the parameters to a method, replacing each ``auto`` with the method's choice.
 
     Parameters
     ----------
     kv_heads
-        Key/value heads of the model, which bound the size of a group; None to check the parameters alone.
+        Number of KV heads of the model, which bounds the group size; None to only check the parameters.
 
     Raises
     ------
     ParameterError
-        If two choices exclude each other.
+        If two choices are incompatible.
     """
     base = METHODS[parameters.method]
     joint = base.joint if parameters.joint == "auto" else parameters.joint

@@ -1,10 +1,10 @@
-"""Output calibration: fit W_o again to what the compressed keys and values let through.
+"""Output calibration: refit W_o to the attention outputs of compressed keys and values.
 
-Attention over compressed keys and values yields other contexts ``c`` (the heads' outputs side by side)
-than the dense layer's. The output projection can take up part of that difference, at no cached byte
-and no parameter: ``W_o <- argmin || c W_o - t ||^2``, a ridge regression towards the dense W_o. The
-target ``t`` is what the layer should add to the residual stream: the dense model's output of this layer, plus what
-the stream already lacks, so that each layer also repairs what the layers before it lost.
+Attention over compressed keys and values yields contexts ``c`` (the concatenated head outputs) that differ
+from the dense layer's. The output projection can compensate part of that difference without additional cached bytes
+or parameters: ``W_o <- argmin || c W_o - t ||^2``, a ridge regression towards the dense W_o. The
+target ``t`` is what the layer should add to the residual stream: the dense layer's attention output plus the error of
+the stream so far, so each layer also corrects the error of the previous layers.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class OutputMoments:
-    """Sums over tokens, float64.
+    """Float64 sums over tokens.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class OutputMoments:
         return cls(gram, torch.zeros(contexts, width, dtype=torch.float64, device=device))
 
     def add(self, contexts: Tensor, targets: Tensor) -> None:
-        """Add (..., k) contexts and (..., m) targets, float32 within a batch."""
+        """Add (..., k) contexts and (..., m) targets; products are float32 within a batch."""
         c, t = contexts.flatten(0, -2).float(), targets.flatten(0, -2).float()
         self.gram += c.T @ c
         self.cross += c.T @ t
@@ -46,18 +46,18 @@ class OutputMoments:
 
 
 RIDGE = 0.3
-"""Enough for text unlike that of the calibration: the fit is of a few thousand tokens."""
+"""Relative ridge, large enough for text unlike the calibration text: the fit uses a few thousand tokens."""
 
 
 def fit_output(moments: OutputMoments, weight: Tensor, ridge: float = RIDGE) -> Tensor:
-    """Ridge regression towards the dense output projection.
+    """Fit the output projection by ridge regression towards the dense one.
 
     Parameters
     ----------
     weight : (k, m)
         Dense ``W_o``, row convention.
     ridge
-        Relative to the mean diagonal of the contexts' second moment. Directions that no context takes
+        Ridge relative to the mean diagonal of the contexts' second moment. Directions absent from the contexts
         keep the dense weight.
 
     Returns
@@ -68,14 +68,14 @@ def fit_output(moments: OutputMoments, weight: Tensor, ridge: float = RIDGE) -> 
     missing = moments.cross - moments.gram @ weight
     penalty = ridge * float(moments.gram.diagonal().mean())
     if penalty <= 0:
-        # No ridge: the least-squares solution nearest to the dense weight; the sums are float32 within a batch.
+        # No ridge: the least-squares solution nearest to the dense weight. The tolerance fits float32 batch sums.
         return weight + torch.linalg.pinv(moments.gram, rtol=1e-6, hermitian=True) @ missing
     system = moments.gram + penalty * torch.eye(len(weight), dtype=torch.float64, device=weight.device)
     return weight + torch.linalg.solve(system, missing)
 
 
 def output_error(moments: OutputMoments, weight: Tensor) -> float:
-    """Relative squared error ``|| c W - t ||^2 / || t ||^2`` of an output projection, from the sums alone."""
+    """Return the relative squared error ``|| c W - t ||^2 / || t ||^2`` of an output projection, from the sums."""
     weight = weight.double()
     error = float((weight * (moments.gram @ weight)).sum() - 2 * (weight * moments.cross).sum()) + moments.target
     return max(error, 0.0) / moments.target if moments.target > 0 else 0.0

@@ -1,11 +1,11 @@
 """Step 7, offline value calibration (OVC; paper, section 3.3, in row convention and corrected).
 
-The paper writes the updates in the column convention with L and R exchanged and drops a transpose
+The paper writes the updates in the column convention with L and R exchanged, and omits a transpose
 in an inverse; with ``y = x W`` and ``C = X^T X`` the two closed forms are
 
     R <- (L^T C L)^-1 L^T C W        then        L <- W R^T (R R^T)^-1.
 
-After a whitened SVD with the *same* C nothing is left to gain. C therefore comes from inputs that
+After a whitened SVD with the *same* C there is nothing left to gain. Therefore C comes from inputs that
 passed through the layers compressed so far.
 """
 
@@ -22,14 +22,14 @@ from recalkv.statistics.whitening import damped
 
 @dataclass(frozen=True)
 class CalibratedValues:
-    """Calibrated factors of one layer's value projection and what the calibration gained.
+    """Calibrated factors of one layer's value projection, with errors before and after calibration.
 
     Attributes
     ----------
     factors : LowRank
         Calibrated factors, one group or several.
     error_before, error_after : float
-        ``|| X (L R - W) ||^2 / || X W ||^2`` on the compressed prefix's inputs, with the
+        ``|| X (L R - W) ||^2 / || X W ||^2`` on inputs from the compressed prefix, with the
         uncalibrated and the calibrated factors.
     """
 
@@ -41,18 +41,18 @@ class CalibratedValues:
 def calibrate_values(
     factors: LowRank, columns: list[Tensor], target: Tensor, gram: Tensor, damping: float
 ) -> CalibratedValues:
-    """The two closed forms, one after the other, as the paper does; the (damped) error never rises.
+    """Apply the two closed forms once each, as in the paper; the (damped) error never rises.
 
     Parameters
     ----------
     factors
-        Starting point: the whitened SVD.
+        Initial factors from the whitened SVD.
     columns
-        Column indices of each group; one group of all columns in the paper.
+        Column indices of each group; in the paper one group of all columns.
     target : (m, n)
         ``W``.
     gram : (m, m)
-        ``C`` of the inputs after the compressed prefix.
+        ``C`` of inputs from the compressed prefix.
     damping
         Relative ridge on C (:func:`recalkv.statistics.whitening.damped`).
     """
@@ -75,10 +75,10 @@ def calibrate_values(
 
 
 def solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
-    """Least-squares solution of ``A Y = B`` for symmetric positive semi-definite A.
+    """Return the least-squares solution of ``A Y = B`` for symmetric positive semi-definite A.
 
     Directions whose eigenvalue is below 1e-13 of the largest are left at zero, so a rank-deficient
-    latent (a rank above the weight's own) is legal.
+    latent (a rank above the rank of the weight) is legal.
     """
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     keep = values > values[-1].clamp_min(0) * 1e-13

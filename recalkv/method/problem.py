@@ -1,4 +1,4 @@
-"""One layer's problem: its key and value weights, what calibration knows of their inputs, and the method's metric."""
+"""Compression problem of one layer: key and value weights, statistics of their inputs, and the method's metric."""
 
 import functools
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from recalkv.statistics.whitening import InputMoments, damped
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What calibration knows of one layer.
+    """Calibration statistics of one layer.
 
     Attributes
     ----------
     inputs
-        Plain moments of the attention input.
+        Unweighted moments of the attention input.
     loss
-        Moments of the loss-aware metric; None where nothing needs them.
+        Moments of the loss-aware metric; None if the method does not need them.
     """
 
     inputs: InputMoments
@@ -32,7 +32,7 @@ class LayerStatistics:
 
 
 def value_groups(groups: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
-    """Value heads of each value group, from the key groups: consecutive heads of the permuted order."""
+    """Return the heads of each value group: consecutive heads in the order of the key groups."""
     order = [head for group in groups for head in group]
     parts = neighbor_groups(len(order), method.value_group_size(len(order)))
     return [[order[position] for position in part] for part in parts]
@@ -40,18 +40,18 @@ def value_groups(groups: Sequence[Sequence[int]], method: Method) -> list[list[i
 
 @dataclass(frozen=True)
 class LayerProblem:
-    """What grouping, allocation and factors of one layer follow from.
+    """Inputs to grouping, allocation and factorization of one layer.
 
     Attributes
     ----------
     keys, values : (m, n)
         ``W_k`` and ``W_v``, row convention.
     statistics
-        Of the dense model.
+        Statistics of the layer in the dense model.
     head_dim
-        ``d_h``.
+        Head size ``d_h``.
     method
-        The resolved method.
+        Resolved method.
     """
 
     keys: Tensor
@@ -62,7 +62,7 @@ class LayerProblem:
 
     @classmethod
     def of(cls, source: LayerSource, index: int, statistics: LayerStatistics, method: Method) -> "LayerProblem":
-        """Read a layer's weights, float32, to where its statistics are."""
+        """Read a layer's weights, float32, to the device of its statistics."""
         device = statistics.inputs.gram.device
         keys, values = (
             source.layer_tensor(source.places[index], f"self_attn.{name}_proj.weight").T.to(device) for name in "kv"
@@ -77,7 +77,7 @@ class LayerProblem:
 
     @functools.cached_property
     def input_metric(self) -> Tensor | None:
-        """``C`` of the method's metric, damped, (m, m); None stands for the identity."""
+        """Damped ``C`` of the method's metric, (m, m); None means the identity."""
         if self.method.metric == "weight":
             return None
         moments = self._loss if self.method.metric == "loss" else self.statistics.inputs
@@ -85,7 +85,7 @@ class LayerProblem:
 
     @property
     def input_mean(self) -> Tensor:
-        """Mean attention input that goes with the method's metric, (m,)."""
+        """Mean attention input under the method's metric, (m,)."""
         return self._loss.mean if self.method.metric == "loss" else self.statistics.inputs.mean
 
     @property
@@ -94,16 +94,16 @@ class LayerProblem:
         return self.statistics.loss
 
     def order(self, groups: Sequence[Sequence[int]]) -> Tensor:
-        """Columns of the projections in the order of the groups' heads, (n,) int64."""
+        """Return the columns of the projections in the order of the groups' heads, (n,) int64."""
         return torch.cat(group_columns(groups, self.head_dim))
 
     def parts(self, groups: Sequence[Sequence[int]]) -> tuple[list[GroupPart], list[GroupPart]]:
-        """Everything that gets a latent of its own: key groups and value groups, or joint groups and none.
+        """Return the key parts and value parts, each of which gets one latent; joint parts come without value parts.
 
         Parameters
         ----------
         groups
-            Heads of each key group; the value groups follow from their order.
+            Heads of each key group; their order determines the value groups.
         """
         key_gradient = value_gradient = None
         if self.method.metric == "loss":
@@ -123,6 +123,6 @@ class LayerProblem:
         )
 
     def energies(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Energies of every latent, keys first, each (rank,) float64 and descending; ``groups`` as of :meth:`parts`."""
+        """Return the energies of every latent, keys first, each (rank,) float64, descending; see :meth:`parts`."""
         keys, values = self.parts(groups)
         return [part.energies() for part in keys + values]

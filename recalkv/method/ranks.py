@@ -1,10 +1,10 @@
 """Step 4, rank allocation under one global budget of cached bytes per token.
 
-All latents have one type, so bytes are counted as cached elements. The budget is met from below:
-what is left is smaller than one rounding step. Palu rounds last and so misses its own target.
+All latents have one dtype, so bytes are counted as cached elements. The budget is met from below:
+the unused rest is smaller than one rounding step. Palu rounds last and therefore misses its target.
 
-Two rules: in proportion to a score per projection (:func:`allocate_ranks`; the paper, Palu), and by
-the loss that each further rank saves (:func:`water_filling`; ours).
+There are two rules: ranks proportional to a score per projection (:func:`allocate_ranks`; the paper, Palu), and ranks
+by the loss that each further rank saves (:func:`water_filling`; ours).
 """
 
 import heapq
@@ -18,12 +18,12 @@ from recalkv.model.spec import check_ratio
 
 @dataclass(frozen=True)
 class Projection:
-    """One key or value projection to be given ranks.
+    """One key or value projection that takes part in the allocation.
 
     Attributes
     ----------
     widths
-        Output columns of each head group, in order; the full rank of that group.
+        Number of output columns of each head group, in order: the full rank of the group.
     score
         Weight in the allocation: the Fisher scalar, or 1 for a uniform allocation.
     """
@@ -46,7 +46,7 @@ class Allocation:
     ranks
         One tuple per projection, one rank per group.
     budget, used, dense
-        Elements cached per token: allowed, allocated, and by the dense model.
+        Elements cached per token: allowed, allocated, and in the dense model.
     """
 
     ranks: list[tuple[int, ...]]
@@ -56,7 +56,7 @@ class Allocation:
 
 
 def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: int = 1) -> Allocation:
-    """Ranks proportional to the scores (Palu, ReCalKV), clipped to [minimum, full], on budget.
+    """Allocate ranks proportional to the scores (Palu, ReCalKV), clipped to [minimum, full], within the budget.
 
     Parameters
     ----------
@@ -66,13 +66,13 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
         Fraction of the dense cache's bytes to remove, in [0, 1).
     multiple
         Rounding step of each group's rank (16 or 32 suits GPU kernels). A group may always take its
-        full width, even where that is not a multiple.
+        full width, even if that is not a multiple.
 
     Returns
     -------
     Allocation
-        Within a projection the groups share its rank in proportion to their widths (equally, where
-        all are equally wide, up to one step), each at least ``min(multiple, width)``.
+        Within a projection the groups share its rank in proportion to their widths (equally up to one
+        step if all widths are equal), each at least ``min(multiple, width)``.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
         for p, low, share in zip(projections, minima, shares, strict=True)
     ]
     used = sum(map(sum, ranks))
-    # Rounding down left less than one step per group: give whole steps to the largest shortfalls.
+    # Rounding down leaves less than one step per group: give whole steps to the largest shortfalls.
     while True:
         steps = [
             (share - sum(given), -number, group)
@@ -120,13 +120,13 @@ def allocate_ranks(projections: Sequence[Projection], ratio: float, multiple: in
 
 
 def proportional_shares(scores: Sequence[float], low: Sequence[int], high: Sequence[int], total: float) -> list[float]:
-    """Real-valued shares ``clip(t * score, low, high)`` that sum to ``total``.
+    """Return real-valued shares ``clip(t * score, low, high)`` that sum to ``total``.
 
-    What clipping takes away from one projection is thereby given to the others in proportion to
-    their scores. ``t`` is found exactly, from the sorted breakpoints' piecewise linear sum.
+    Amounts clipped from one projection thereby go to the others in proportion to
+    their scores. ``t`` is exact: the sum is piecewise linear in t between the sorted breakpoints.
     """
     largest = max(scores)
-    # A score of zero would never grow; the smallest positive weight lets it take what nobody else can.
+    # With a score of zero a share would never grow; a tiny weight lets it take what all others cannot use.
     weights = [max(score / largest, 1e-12) if largest > 0 else 1.0 for score in scores]
 
     def shares_at(t: float) -> list[float]:
@@ -156,23 +156,23 @@ def _split_over_groups(widths: Sequence[int], minima: Sequence[int], share: floa
 
 
 def _neediest_group(widths: Sequence[int], ranks: Sequence[int], multiple: int, left: int) -> int | None:
-    """Group with the smallest kept fraction that can still grow by one step within ``left`` elements."""
+    """Return the group with the smallest kept fraction that can grow by one step within ``left`` elements."""
     able = [g for g, (w, r) in enumerate(zip(widths, ranks, strict=True)) if 0 < min(multiple, w - r) <= left]
     return min(able, key=lambda g: (ranks[g] / widths[g], g)) if able else None
 
 
 def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: int = 1) -> tuple[list[int], int, int]:
-    """Ranks that keep the largest energies of all units under one budget.
+    """Allocate ranks that keep the largest energies of all units under one budget.
 
-    The energies are losses in one unit (:mod:`recalkv.statistics.loss_metric`), each bought at the price of one
-    cached element per token. They descend within a unit, so buying the best remaining step, over and
-    over, is optimal: exactly so where all steps cost the same, and up to one step where the last step
+    Energies of all units are comparable losses (:mod:`recalkv.statistics.loss_metric`), and keeping one costs one
+    cached element per token. They descend within a unit, so repeatedly buying the best remaining step
+    is optimal: exactly if all steps cost the same, and up to one step if the last step
     of a unit is narrower than ``multiple``.
 
     Parameters
     ----------
     energies
-        Energies of every unit (one latent of one layer), descending; as many as its full rank.
+        Energies of every unit (one latent of one layer), descending; one per direction of its full rank.
     ratio
         Fraction of the dense cache's bytes to remove, in [0, 1).
     multiple
@@ -181,7 +181,7 @@ def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: i
     Returns
     -------
     ranks, budget, used
-        Rank of each unit; elements per token allowed and allocated. What is left is less than a step.
+        Rank of each unit; elements per token allowed and allocated. The unused rest is less than a step.
 
     Raises
     ------
@@ -206,7 +206,7 @@ def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: i
     heapq.heapify(heap)
     while heap and left:
         _, unit, step = heapq.heappop(heap)
-        # A step that no longer fits is dropped: what follows it in its unit is worth less.
+        # A step that no longer fits is dropped: later steps of its unit are worth less.
         if step > left:
             continue
         ranks[unit] += step
@@ -218,12 +218,12 @@ def water_filling(energies: Sequence[Sequence[float]], ratio: float, multiple: i
 
 
 def _budget(dense: int, ratio: float) -> int:
-    # 1e-9 forgives the representation of ratios such as 0.7; it is far below one element.
+    # 1e-9 absorbs the rounding of ratios such as 0.7; it is far below one element.
     return math.floor(dense * (1 - ratio) + 1e-9)
 
 
 def check_minimum(widths: Sequence[int], ratio: float, multiple: int) -> None:
-    """Refuse a ratio that not even the smallest legal ranks of units of these full ranks meet.
+    """Refuse a ratio that not even the smallest legal ranks meet; ``widths`` are the units' full ranks.
 
     Raises
     ------

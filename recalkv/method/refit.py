@@ -1,4 +1,4 @@
-"""Offline_Calibration and beyond: each layer is fitted again on inputs that passed through the compressed ones."""
+"""Offline_Calibration and beyond: refit each layer on inputs that passed through the layers compressed before it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,12 @@ from recalkv.statistics.whitening import MomentAccumulator
 
 @dataclass(frozen=True)
 class LayerStart:
-    """What a layer's refit starts from.
+    """Starting point of a layer's refit.
 
     Attributes
     ----------
     factors
-        Of the keys and values, on the dense model's inputs.
+        Factors of keys and values for the dense model's inputs.
     groups
         Heads of each key group.
     """
@@ -42,12 +42,12 @@ class LayerRefit:
     Attributes
     ----------
     keys, values
-        Factors, refitted or as they were, float32.
+        Factors, refitted or unchanged, float32.
     output : (h * d_h, m) float32 or None
         Refitted output projection, rows in the model's head order.
     error_before, error_after : float
-        Relative squared error of what was refitted (value outputs, or the attention's output), against the target,
-        after the compressed prefix. Without a refit both are that of the values on the dense model's inputs.
+        Relative squared error of the refitted outputs (of values or of attention) against the target, on inputs from
+        the compressed prefix. Without a refit both are the error of the values on the dense model's inputs.
     """
 
     keys: LowRank
@@ -68,19 +68,19 @@ def refit_layers(
 ) -> Iterator[tuple[int, LayerRefit]]:
     """Yield every layer after the method's refit (Algorithm 1, Offline_Calibration, for ``values``).
 
-    One pass, in order: a layer's statistics come from inputs that passed through the layers compressed and refitted
-    so far. The dense model runs beside it where its residual stream is the target.
+    One pass in layer order: a layer's statistics come from inputs that passed through the layers compressed and
+    refitted so far. The dense model runs alongside if its residual stream is the target.
 
     Parameters
     ----------
     windows : (samples, length) int64
         Calibration windows.
     batch_size
-        Windows per step: memory, not results.
+        Windows per step; affects memory, not results.
     starts
-        Start of a layer.
+        Returns the starting point of a layer.
     fitted
-        Refit of a layer that need not be done again, and is not yielded.
+        Returns the finished refit of a layer, which is then reused and not yielded, or None.
     """
     if method.refit == "none":
         for number in range(source.num_layers):
@@ -121,7 +121,7 @@ def refit_layers(
 
 
 def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, method: Method) -> LayerRefit:
-    """OVC: fit the value factors to inputs after the compressed prefix."""
+    """Fit the value factors to inputs from the compressed prefix (OVC)."""
     moments = MomentAccumulator(layer.source.geometry.hidden, layer.source.device)
     for states in hidden:
         moments.add(attention_input(layer.source, layer.layer, states))
@@ -135,10 +135,10 @@ def _fit_values(layer: "_Layer", hidden: Sequence[Tensor], start: LayerStart, me
 def _fit_output(
     layer: "_Layer", hidden: Sequence[Tensor], dense_hidden: list[Tensor], start: LayerFactors, done: LayerRefit | None
 ) -> tuple[list[Tensor], LayerRefit]:
-    """Fit W_o to the contexts of compressed keys and values, and install all three; contexts by batch, and the fit.
+    """Fit W_o to the contexts of compressed keys and values, and install all three; return contexts by batch and refit.
 
-    The target is what the layer should add to the compressed stream; after a norm, what the dense projection gives. It
-    is there for one batch at a time, as the dense stream advances.
+    The target is what the layer should add to the compressed stream or, in models with a norm after attention, the
+    dense projection's output. It is computed for one batch at a time as the dense stream advances.
     """
     family = layer.source.family
     scale = family.residual_scale(layer.source.config)
@@ -164,12 +164,12 @@ def _fit_output(
 
 
 class _Reached(Exception):  # noqa: N818
-    """Ends a forward pass where the rest is not wanted."""
+    """Ends a forward pass early."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A materialized dense layer, run whole or in halves around its output projection."""
+    """A materialized dense layer that can be run whole, or in two halves split at its output projection."""
 
     source: LayerSource
     layer: Any
@@ -193,7 +193,7 @@ class _Layer:
         return run_layer(self.source, self.layer, self.place, states)
 
     def run_and_watch(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the output projection adds without its bias, and the layer's output."""
+        """Run the layer; return the output projection's output without bias, and the layer's output."""
         seen: list[Tensor] = []
         projection = self.attention.o_proj
         hook = projection.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -205,7 +205,7 @@ class _Layer:
         return output if projection.bias is None else output - projection.bias, result
 
     def contexts(self, states: Tensor) -> Tensor:
-        """The heads' outputs side by side, (batch, length, h * d_h) float32; nothing after them is computed."""
+        """Return the concatenated head outputs, (batch, length, h * d_h) float32, and stop the layer there."""
         seen: list[Tensor] = []
 
         def stop(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -221,7 +221,7 @@ class _Layer:
         return seen[0].float()
 
     def run_from_contexts(self, states: Tensor, contexts: Tensor) -> Tensor:
-        """Run the layer, whose attention has already been done up to the output projection."""
+        """Run the layer from contexts that are already computed, starting at the output projection."""
         attention = self.attention
         attention.forward = lambda *args, **kwargs: (attention.o_proj(contexts), None)
         try:
@@ -231,7 +231,7 @@ class _Layer:
 
 
 def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, order: Tensor) -> None:
-    """Put the reconstructed key and value weights, and a refitted output projection, into a dense layer.
+    """Install the reconstructed key and value weights, and a refitted output projection, in a dense layer.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ def install(layer: Any, keys: LowRank, values: LowRank, output: Tensor | None, o
 
 
 def in_model_order(columns: Tensor, order: Tensor) -> Tensor:
-    """Columns (..., n) in the order of the factors, back in the model's head order."""
+    """Reorder columns (..., n) from the order of the factors to the model's head order."""
     restored = torch.empty_like(columns)
     restored[..., order] = columns
     return restored

@@ -1,7 +1,7 @@
 """Step 5b, head-wise similarity-aware reordering (HSR; paper, section 3.2 and Fig. 2).
 
 The grouping becomes a permutation of the KV heads that is folded into the weights offline
-(:mod:`recalkv.method.fusion`), so decoding pays nothing for it. The paper permutes every token instead.
+(:mod:`recalkv.method.fusion`), so it costs nothing in decoding. The paper permutes every token instead.
 """
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from recalkv.model.families import group_sizes
 
 
 def neighbor_groups(kv_heads: int, group_size: int) -> list[list[int]]:
-    """Consecutive heads, in the model's order (Palu's G-LRD; HSR switched off)."""
+    """Group consecutive heads in the model's order (Palu's G-LRD; HSR switched off)."""
     groups, start = [], 0
     for size in group_sizes(kv_heads, group_size):
         groups.append(list(range(start, start + size)))
@@ -19,23 +19,23 @@ def neighbor_groups(kv_heads: int, group_size: int) -> list[list[int]]:
 
 
 def greedy_groups(similarity: Tensor, group_size: int) -> list[list[int]]:
-    """Greedy grouping by descending pairwise similarity (paper, "Head Reordering").
+    """Group heads greedily by descending pairwise similarity (paper, "Head Reordering").
 
-    Pairs are visited from the most similar down. Two unassigned heads open a new group while groups
-    are left; an unassigned head joins its partner's group while that has room. What is left goes to
-    the group with room that it is most similar to on average. Ties go to the lower head index.
+    Pairs are visited in order of descending similarity. Two unassigned heads open a new group while groups
+    are left; an unassigned head joins its partner's group while it has room. Each remaining head joins
+    the group with room that is most similar to it on average. Ties go to the lower head index.
 
     Parameters
     ----------
     similarity : (h_kv, h_kv)
         CKA matrix.
     group_size
-        ``s``; where it does not divide ``h_kv``, one group is smaller and comes last.
+        ``s``; if it does not divide ``h_kv``, one group is smaller and comes last.
 
     Returns
     -------
     list of groups
-        Heads ascending within a group, groups by their first head, the smaller group last.
+        Heads ascending within a group, groups sorted by their first head, the smaller group last.
     """
     scores: list[list[float]] = similarity.tolist()
     heads = len(scores)
@@ -47,7 +47,7 @@ def greedy_groups(similarity: Tensor, group_size: int) -> list[list[int]]:
     def has_room(group: list[int]) -> bool:
         if len(group) == group_size:
             return False
-        # Growing past the smaller size makes this one of the full groups: only so many may be.
+        # Growing past the smaller size makes this one of the full groups, whose number is limited.
         if len(group) == smallest < group_size:
             return sum(len(other) > smallest for other in groups) < full_groups
         return True

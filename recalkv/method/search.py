@@ -1,7 +1,7 @@
-"""The smallest cache within a loss: the prediction of the water-filling first, then bisection on measurements.
+"""Find the smallest cache within a loss limit: by water-filling's predicted loss, with bisection as a fallback.
 
-The second-order prediction is too low by a factor that changes slowly with the size of the cache. So it is scaled by
-what the last measurement says, and where it leads out of what is already known, the interval is halved.
+The second-order prediction is too low by a factor that changes slowly with the size of the cache. The prediction is
+therefore rescaled by the last measurement; if the next guess falls outside the known interval, the interval is halved.
 """
 
 import functools
@@ -12,25 +12,25 @@ from recalkv.errors import BudgetError
 
 _TRIES = 8
 _AIM = 0.95
-"""Part of the limit that a guess aims at, so that the first that meets it is close to it."""
+"""Fraction of the limit that a guess aims at, so that the first guess to meet the limit is close to it."""
 _CLOSE = 0.9
-"""Part of the limit at which a cache that meets it is small enough."""
+"""The search stops at a loss between this fraction of the limit and the limit."""
 _STEP = 0.001
 _NARROW = 0.02
-"""Relative difference in bytes at which the interval is narrow enough."""
+"""The search stops when the interval's ends differ by at most this fraction in bytes."""
 
 
 def largest_ratio(predict: Callable[[float], float], measure: Callable[[float], float], limit: float) -> float:
-    """Largest ratio whose measured loss is within a limit.
+    """Return the largest ratio whose measured loss is within a limit.
 
     Parameters
     ----------
     predict
-        Loss that is predicted at a ratio; infinite where the budget holds no cache. It rises with the ratio.
+        Predicted loss at a ratio; infinite where no cache fits the budget. It rises with the ratio.
     measure
-        Loss at a ratio, the same every time; called at most :data:`_TRIES` times.
+        Measured loss at a ratio; deterministic, and called at most :data:`_TRIES` times.
     limit
-        In the unit of both.
+        Largest loss allowed, in the unit of ``measure``.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def largest_ratio(predict: Callable[[float], float], measure: Callable[[float], 
     Raises
     ------
     BudgetError
-        If none of those that were measured meets the limit.
+        If no measured ratio meets the limit.
     """
     predicted, scale = functools.cache(predict), 1.0
     low, found = 0.0, dict[float, float]()
@@ -74,7 +74,7 @@ def largest_ratio(predict: Callable[[float], float], measure: Callable[[float], 
 
 
 def _reaching(predict: Callable[[float], float], level: float) -> float:
-    """Largest ratio with at most this prediction, in steps; 0 where there is none."""
+    """Return the largest ratio, in steps, whose prediction is at most ``level``; 0 if there is none."""
     low, high = 0, round(1 / _STEP)
     while high - low > 1:
         middle = (low + high) // 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def head_cka(weight: Tensor, centered_gram: Tensor, head_dim: int) -> Tensor:
-    """Pairwise linear CKA of the heads of one projection.
+    """Compute the pairwise linear CKA of the heads of one projection.
 
     Parameters
     ----------
@@ -18,13 +18,13 @@ def head_cka(weight: Tensor, centered_gram: Tensor, head_dim: int) -> Tensor:
     centered_gram : (m, m)
         ``C - N mu^T mu``, up to a factor (CKA is invariant to scale).
     head_dim
-        ``d_h``; ``n / d_h`` heads.
+        ``d_h``; the projection has ``n / d_h`` heads.
 
     Returns
     -------
     (h_kv, h_kv) float64
-        Symmetric, in [0, 1], ones on the diagonal. A head with constant output is similar to nothing
-        but itself.
+        Symmetric, in [0, 1], ones on the diagonal. A head with constant output has similarity 0 to all
+        others.
     """
     weight = weight.double()
     heads = weight.shape[1] // head_dim
@@ -38,6 +38,6 @@ def head_cka(weight: Tensor, centered_gram: Tensor, head_dim: int) -> Tensor:
 
 
 def within_group_similarity(similarity: Tensor, groups: list[list[int]]) -> float:
-    """Mean similarity over all pairs of heads that share a group; NaN where every group is one head."""
+    """Return the mean similarity over all pairs of heads that share a group; NaN if every group has one head."""
     pairs = [float(similarity[a, b]) for group in groups for i, a in enumerate(group) for b in group[i + 1 :]]
     return sum(pairs) / len(pairs) if pairs else float("nan")

@@ -3,10 +3,10 @@
 The rank-r minimizer of ``|| S^T (W - L R) ||_F`` with ``S S^T = C`` is usually written with an SVD of
 the m x n matrix ``S^T W``. Its right singular vectors are the eigenvectors of the small n x n matrix
 ``W^T C W``, the second moment of the projection's outputs, and the minimizer is ``L = W V_r``,
-``R = V_r^T``. That needs no factor S, no inverse and no positive definiteness.
+``R = V_r^T``. This requires no factor S, no inverse and no positive definiteness.
 
-With an output metric G (:mod:`recalkv.statistics.loss_metric`) the same holds of ``G^1/2 W^T C W G^1/2``. Keys and
-values that share one latent are one matrix, ``[W_k, W_v]`` of the group's heads, with a
+With an output metric G (:mod:`recalkv.statistics.loss_metric`) the same holds for ``G^1/2 W^T C W G^1/2``. Keys and
+values that share one latent form one matrix, ``[W_k, W_v]`` of the group's heads, with a
 block-diagonal G.
 """
 
@@ -21,17 +21,17 @@ from recalkv.method.lowrank import LowRank
 from recalkv.statistics.whitening import damped
 
 _Decomposition = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
-"""Energies (descending), eigenvectors, and what :func:`_roots` gives of G (None for the identity or a zero matrix)."""
+"""Energies (descending), eigenvectors, and :func:`_roots` of G (None if G is the identity or a zero matrix)."""
 
 
 def group_columns(groups: Sequence[Sequence[int]], head_dim: int) -> list[Tensor]:
-    """Column indices of each head group in the projection, (s_g * d_h,) int64 each."""
+    """Return the column indices of each head group in the projection, (s_g * d_h,) int64 each."""
     offsets = torch.arange(head_dim)
     return [torch.cat([head * head_dim + offsets for head in group]) for group in groups]
 
 
 def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
-    """Of ``C^1/2 W G^1/2``, from ``W^T C W`` and ``G`` (None for the identity), (w, w) each."""
+    """Decompose ``C^1/2 W G^1/2``, given ``W^T C W`` and ``G`` (None for the identity), (w, w) each."""
     if gradient is None or not bool(gradient.any()):
         values, vectors = torch.linalg.eigh(moment)
         energies = values.flip(0).clamp_min(0)
@@ -43,7 +43,7 @@ def _decompose(moment: Tensor, gradient: Tensor | None) -> _Decomposition:
 
 
 def _roots(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """F with ``F F^T = G``, and the transpose of its (pseudo-)inverse; by Cholesky, which costs no eigenvalues."""
+    """Return F with ``F F^T = G``, and its transposed (pseudo-)inverse; by Cholesky where G is not singular."""
     factor, failed = torch.linalg.cholesky_ex(gradient)
     pivots = factor.diagonal().square()
     if bool(failed) or not bool(pivots.min() > pivots.max() * 1e-13):  # a singular metric
@@ -53,7 +53,7 @@ def _roots(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric square root of a positive semi-definite matrix, and that root's pseudo-inverse."""
+    """Return the symmetric square root of a positive semi-definite matrix, and the root's pseudo-inverse."""
     values, vectors = torch.linalg.eigh(matrix)
     keep = values > values[-1].clamp_min(0) * 1e-13
     root = torch.where(keep, values, 0.0).sqrt()
@@ -63,7 +63,7 @@ def symmetric_roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class GroupPart:
-    """What the factors of one group follow from.
+    """Weights and metric of one group, from which its factors are computed.
 
     Attributes
     ----------
@@ -84,11 +84,11 @@ class GroupPart:
         return _decompose(self.moment, self.gradient)
 
     def energies(self) -> Tensor:
-        """Loss (or error) that each further rank saves, descending, (w,)."""
+        """Return the loss (or error) that each further rank saves, descending, (w,)."""
         return self._decomposition[0]
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Best factors of this rank: the minimizer of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
+        """Return the best factors of a rank: the minimizer of ``tr(C D G D^T)`` (paper eq. 1 for G = I).
 
         Parameters
         ----------
@@ -98,8 +98,8 @@ class GroupPart:
         Returns
         -------
         L : (m, r), R : (r, w) float64
-            ``R`` has orthonormal rows, so latents are of the outputs' own magnitude whatever that of G.
-            The sign of each row is fixed (largest component positive): the same input gives the same
+            ``R`` has orthonormal rows, so latents have the magnitude of the outputs, whatever the scale of G.
+            The sign of each row is fixed (largest component positive), so the same input gives the same
             factors.
         """
         _, vectors, roots = self._decomposition
@@ -116,7 +116,7 @@ class GroupPart:
 
 
 def factorize_parts(parts: Sequence[GroupPart], ranks: Sequence[int]) -> LowRank:
-    """Best factors of every group at its rank."""
+    """Return the best factors of every group at its rank."""
     pairs = [part.factors(rank) for part, rank in zip(parts, ranks, strict=True)]
     return LowRank([left for left, _ in pairs], [right for _, right in pairs])
 
@@ -128,7 +128,7 @@ def group_parts(
     gradient: Tensor | None = None,
     gradient_damping: float = 0.0,
 ) -> list[GroupPart]:
-    """Cut one projection into its groups (paper, section 3.2).
+    """Split one projection into its groups (paper, section 3.2).
 
     Parameters
     ----------
@@ -137,10 +137,10 @@ def group_parts(
     gram : (m, m) or None
         ``C`` for whitening, or None for a plain SVD.
     columns
-        Column indices of each group (:func:`group_columns`); one group of all columns is the paper's
-        treatment of values.
+        Column indices of each group (:func:`group_columns`); the paper uses one group of all columns
+        for values.
     gradient : (n, n) or None
-        ``G`` of the loss-aware metric; each group uses its own block.
+        ``G`` of the loss-aware metric; each group uses the block of its columns.
     gradient_damping
         Ridge on each block, relative to its mean diagonal.
     """
@@ -159,7 +159,7 @@ def group_parts(
 
 
 def relative_error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
-    """Relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2``, from ``C`` alone; 0 of no output."""
+    """Return the relative squared output error ``|| X (W' - W) ||^2 / || X W ||^2`` from ``C``; 0 if ``X W = 0``."""
     weight, gram = weight.double(), gram.double()
     difference = approximation.double() - weight
     whole = float((weight * (gram @ weight)).sum())

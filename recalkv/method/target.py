@@ -1,4 +1,4 @@
-"""How large the compressed cache may be: a ratio, bytes per token, memory for a context, or what it may cost."""
+"""Budget of the compressed cache: a ratio, bytes per token, memory for a context, or a loss limit."""
 
 import math
 import re
@@ -25,16 +25,16 @@ class Target:
     ratio
         Fraction of the dense 16-bit cache's bytes to remove, in [0, 1).
     bytes_per_token
-        Bytes that all layers may cache of one token, together.
+        Maximum bytes per token in the caches of all layers together.
     max_excess
-        Rise of the loss on held-out windows that the smallest cache may cost, nats per token.
+        Maximum rise of the loss on held-out windows, nats per token; the smallest cache within it is chosen.
     context
-        Tokens of one sequence that ``bytes_per_token`` is the mean of; None where it was given as such.
+        Sequence length that ``bytes_per_token`` is averaged over; None if ``bytes_per_token`` was given directly.
 
     Raises
     ------
     ParameterError
-        If none or several are given, or one is out of its range.
+        If none or several budgets are given, or one is out of range.
     """
 
     ratio: float | None = None
@@ -56,14 +56,14 @@ class Target:
 
     @classmethod
     def of(cls, value: "Target | float | str") -> "Target":
-        """Read a target as people write it: a ratio, a string of :data:`SYNTAX`, or a target.
+        """Parse a target given as a ratio, a string in :data:`SYNTAX`, or a target.
 
-        ``4GiB@128K`` holds ``128 * 1024`` tokens of one sequence in ``4 * 2**30`` bytes.
+        ``4GiB@128K`` means that ``128 * 1024`` tokens of one sequence fit in ``4 * 2**30`` bytes.
 
         Raises
         ------
         ParameterError
-            If it cannot be read.
+            If it cannot be parsed, or is out of range.
         """
         if isinstance(value, Target):
             return value
@@ -89,18 +89,18 @@ class Target:
         raise ParameterError(f"target {value!r} cannot be read; write {SYNTAX}.")
 
     def fixed_ratio(self, dense_bytes: float) -> float | None:
-        """Fraction of the bytes to remove; None for a loss target, which takes measurements.
+        """Return the fraction of the bytes to remove; None for a loss target, which needs measurements.
 
         Parameters
         ----------
         dense_bytes
-            What the dense model caches of one token, all layers together. Layers with a sliding window
-            count in full, so a budget for a long context is met from below.
+            Bytes per token in the dense cache of all layers together. If sliding-window layers are counted in
+            full, a budget for a long context is met from below.
 
         Raises
         ------
         ParameterError
-            If the dense cache fits the budget as it is.
+            If the dense cache already fits the budget.
         """
         if self.bytes_per_token is None:
             return self.ratio

@@ -1,1 +1,1 @@
-"""Calibration statistics: what one forward and one backward pass over the calibration windows leave of each layer."""
+"""Calibration statistics of each layer from one forward and one backward pass over the calibration windows."""

@@ -1,9 +1,9 @@
 """Step 3, empirical Fisher information of each key and value projection (paper's Algorithm 1; Palu).
 
-The backward half of one forward and backward pass. The whitening pass left each layer's input on
-disk; here the layers are taken from the last to the first, the layer's inside is recomputed from that
-input, and the gradient goes back through it alone. Only the gradients at the outputs of the two
-projections are kept, and only as long as one batch lasts. The same pass yields the second moments of
+This is the backward half of one forward and backward pass. The whitening pass saved each layer's input to
+disk; here the layers are processed from last to first: each layer is recomputed from its saved
+input, and the gradient is backpropagated through that layer only. Gradients at the outputs of the two
+projections are kept for one batch at a time. The same pass yields the second moments of
 the loss-aware metric (:mod:`recalkv.statistics.loss_metric`).
 """
 
@@ -21,9 +21,9 @@ from recalkv.statistics.layer_inputs import LayerInputs
 from recalkv.statistics.loss_metric import LossMoments, LossMomentsAccumulator
 
 SINK_TOKENS = 1
-"""Tokens at the start of each window that are kept out of the loss-aware moments, as attention sinks."""
+"""Tokens at the start of each window excluded from the loss-aware moments as attention sinks."""
 
-# Tokens whose logits exist at once: 256 x 128k vocabulary x 4 bytes = 128 MiB.
+# Tokens whose logits are in memory at once: 256 x 128k vocabulary x 4 bytes = 128 MiB.
 _HEAD_TOKENS = 256
 
 
@@ -44,16 +44,16 @@ class FisherScores:
 
 @dataclass(frozen=True)
 class LayerGradients:
-    """What the backward pass leaves of one layer.
+    """Results of the backward pass for one layer.
 
     Attributes
     ----------
     index
-        Of the layer, among those that are compressed.
+        Index of the layer among the compressed layers.
     key_score, value_score : float
-        Its Fisher scores.
+        Fisher scores of the key and the value projection.
     moments
-        Of the loss-aware metric.
+        Moments of the loss-aware metric.
     loss : float
         Mean next-token loss of all windows, nats; the same for every layer.
     """
@@ -75,25 +75,25 @@ def collect_gradients(
     Parameters
     ----------
     source
-        The dense model, one layer at a time.
+        Dense model, loaded one layer at a time.
     windows : (samples, length) int64
         Token windows whose layer inputs are in ``inputs``, in the same order.
     parameters
-        ``batch_size`` changes memory, not the result.
+        Only ``batch_size`` is used; it affects memory, not the result.
     inputs
-        Every decoder layer's inputs, from :func:`recalkv.statistics.whitening.collect_input_moments`.
+        Inputs of every decoder layer, from :func:`recalkv.statistics.whitening.collect_input_moments`.
     done
-        Layers whose figures are there already: gradients pass through them, and they are not yielded.
+        Layers whose results exist already: gradients pass through them, and they are not yielded.
 
     Raises
     ------
     NonFiniteError
-        Where a gradient or the loss is NaN or infinite; the message names the layer.
+        If a gradient or the loss is NaN or infinite; the message names the layer.
     """
     size, count = parameters.batch_size, len(windows)
     batches = [(first, min(first + size, count)) for first in range(0, count, size)]
     gradients, losses = _loss_gradients(source, windows, batches, inputs)
-    # Gradients below are those of a window's mean loss; the metric counts nats of the whole window.
+    # Gradients below are of a window's mean loss; the metric uses the window's summed loss in nats.
     predicted = windows.shape[1] - 1
     for place, index in reversed(list(source.decoder_layers())):
         with source.layer(place) as layer:
@@ -129,7 +129,7 @@ def collect_gradients(
 def _loss_gradients(
     source: LayerSource, windows: Tensor, batches: list[tuple[int, int]], inputs: LayerInputs
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradient of each window's mean loss at the last layer's output, and the losses of all; logits in chunks."""
+    """Return the gradient of each window's mean loss at the last layer's output, and the losses; logits in chunks."""
     last = len(source.attention_types) - 1
     norm, head = source.final_norm(), source.head_weight().to(source.precision)
     predicted = windows.shape[1] - 1
@@ -162,10 +162,10 @@ def _token_losses(
     head: Tensor,
     logits: Callable[[Tensor], tuple[Tensor, Tensor | float]],
 ) -> tuple[float, Tensor]:
-    """Summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
+    """Return the summed cross-entropy of (tokens, m) states before the final norm, and its gradient at them.
 
-    The gradient at the logits is ``softmax - onehot``; written out, the logits exist once instead of
-    four times.
+    The gradient at the logits, ``softmax - onehot``, is computed explicitly so that memory holds the logits
+    once instead of four times.
     """
     states = states.detach().requires_grad_(True)
     normed = norm(states)
@@ -182,7 +182,7 @@ def _token_losses(
 
 
 def _input_gradient(source: LayerSource, layer: Any, place: int, states: Tensor, upstream: Tensor) -> Tensor:
-    """Gradient at the input of a layer that is left as it is, (batch, length, m)."""
+    """Return the gradient at the input of a layer that is not compressed, (batch, length, m)."""
     states = states.requires_grad_(True)
     (below,) = torch.autograd.grad(run_layer(source, layer, place, states), states, upstream)
     return below
@@ -191,12 +191,12 @@ def _input_gradient(source: LayerSource, layer: Any, place: int, states: Tensor,
 def _projection_gradients(
     source: LayerSource, layer: Any, place: int, states: Tensor, upstream: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Back-propagate through one layer.
+    """Backpropagate through one layer.
 
     Returns
     -------
     read : (batch, length, m)
-        What the key and value projections read.
+        Input of the key and value projections.
     at_outputs : two of (batch, length, n)
         Gradients at the outputs of the key and the value projection.
     below : (batch, length, m)

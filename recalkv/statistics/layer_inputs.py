@@ -1,7 +1,7 @@
-"""The inputs of every decoder layer, kept on disk between the forward and the backward pass.
+"""Inputs of every decoder layer, kept on disk between the forward and the backward pass.
 
-The whitening pass leaves them behind, so the Fisher pass has only the backward half to do. They are as large as
-calibration tokens x hidden size x layers and can be had again, so they are raw files and no store: one a layer.
+The whitening pass writes them, so the Fisher pass only needs the backward half. Their size is calibration tokens x
+hidden size x layers, and they can be recomputed, so they are raw files, one per layer, rather than a store.
 """
 
 import os
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 FISHER_WINDOWS = 32
-"""Calibration windows that the gradients are of, at most: inputs of all layers are kept of these."""
+"""Maximum number of calibration windows used for gradients, for which the inputs of all layers are kept."""
 
 
 class LayerInputs:
-    """Layer inputs of some windows, in a folder.
+    """Layer inputs of a number of windows, stored in a folder.
 
     Parameters
     ----------
     folder
-        Where the files are; made when first written to.
+        Folder of the files; created at the first write.
     shape
         Windows, tokens per window, hidden size.
     dtype
@@ -39,9 +39,9 @@ class LayerInputs:
         return self._shape[0]
 
     def put(self, layer: int, first: int, states: Tensor) -> None:
-        """Keep one batch of (windows, length, m) inputs of a layer, from window ``first`` on.
+        """Store one batch of (windows, length, m) inputs of a layer, starting at window ``first``.
 
-        Windows past ``samples`` are dropped, so a pass over more windows can feed it.
+        Windows past ``samples`` are dropped, so the pass may cover more windows.
         """
         stop = min(first + states.shape[0], self.samples)
         if stop <= first:
@@ -49,15 +49,15 @@ class LayerInputs:
         rows = states[: stop - first].to(self._dtype).cpu().contiguous()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "of").unlink(missing_ok=True)  # of an earlier pass, whose files are overwritten
+            (self._folder / "of").unlink(missing_ok=True)  # mark of an earlier pass, whose files are overwritten
             self._write(layer, first * self._window_bytes, rows.view(torch.uint8).numpy().data.cast("B"))
         except OSError:
-            # They may be what filled the disk.
+            # These files may have filled the disk.
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def _write(self, layer: int, place: int, content: memoryview) -> None:
-        # Opened without truncation: other windows of the file stay.
+        # Opened without truncation, which keeps the other windows of the file.
         file = os.open(self._folder / f"{layer:03d}.bin", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             while content:
@@ -74,16 +74,16 @@ class LayerInputs:
         return torch.from_numpy(rows).view(self._dtype).view(stop - first, *self._shape[1:]).float()
 
     def sign(self, moments: str, layers: int) -> None:
-        """Say that the inputs are whole, and of the pass whose moments have this digest.
+        """Mark the inputs as complete, and as those of the pass whose moments have this digest.
 
-        Not if those of some layers are gone, as where their folder was removed before an interrupted pass went on.
+        Does nothing if some layers are missing, as when the folder was removed before an interrupted pass resumed.
         """
         sizes = [path.stat().st_size for path in self._folder.glob("*.bin")]
         if sizes == layers * [self.samples * self._window_bytes]:
             (self._folder / "of").write_text(self._mark(moments))
 
     def are_of(self, moments: str) -> bool:
-        """Whether whole inputs of that pass are there; others are removed."""
+        """Return whether the complete inputs of a pass are stored; any others are removed."""
         mark = self._folder / "of"
         whole = mark.exists() and mark.read_text() == self._mark(moments)
         if not whole:
@@ -91,7 +91,7 @@ class LayerInputs:
         return whole
 
     def remove(self) -> None:
-        """Remove the inputs; the mark first: what is half removed must not be taken for whole."""
+        """Remove the inputs, the mark first, so that a partial removal is not taken for complete inputs."""
         (self._folder / "of").unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 

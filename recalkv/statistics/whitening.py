@@ -1,7 +1,7 @@
 """Step 2, whitening statistics: second moments of each layer's attention input.
 
-Keys and values of a layer read the same input, so they share one Gram matrix ``C = X^T X``. It is
-all that whitening, CKA and value calibration need of the calibration set.
+The key and value projections of a layer read the same input, so they share one Gram matrix ``C = X^T X``.
+Whitening and value calibration need nothing else from the calibration set, and CKA only the mean input.
 """
 
 from collections.abc import Collection, Iterator
@@ -34,12 +34,12 @@ class InputMoments:
     tokens: int
 
     def centered_gram(self) -> Tensor:
-        """Covariance ``C / N - mu^T mu``, (m, m) float64 (what CKA needs)."""
+        """Return the covariance ``C / N - mu^T mu``, (m, m) float64, for CKA."""
         return self.gram - torch.outer(self.mean, self.mean)
 
 
 class MomentAccumulator:
-    """Sum outer products batch by batch: float32 (or better) within a batch, float64 across batches."""
+    """Accumulator of outer products: float32 (or better) within a batch, float64 across batches."""
 
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
         self._gram = torch.zeros(width, width, dtype=torch.float64, device=device)
@@ -74,15 +74,15 @@ def collect_input_moments(
     Parameters
     ----------
     source
-        The dense model, one layer at a time.
+        Dense model, loaded one layer at a time.
     windows : (samples, length) int64
         Calibration token windows.
     batch_size
-        Windows per step; it changes memory, not the result.
+        Windows per step; affects memory, not the result.
     keep
-        Receives the inputs of every decoder layer, for the Fisher pass.
+        Storage for the inputs of every decoder layer, for the Fisher pass.
     done
-        Layers whose moments and inputs are there already: they are run, and not yielded.
+        Layers whose moments and inputs exist already: they are run but not yielded.
     """
     hidden = source.embed(windows, batch_size)
     for place, index in source.decoder_layers():
@@ -104,7 +104,7 @@ def collect_input_moments(
 def damped(gram: Tensor, damping: float) -> Tensor:
     """Return ``C + damping * mean(diag C) * I``: strictly positive definite for any C that is not zero.
 
-    Directions that the calibration set never visits (fewer tokens than ``m``) then cost a little
+    Directions absent from the calibration set (as with fewer tokens than ``m``) then cost a little
     instead of nothing, so the weight in them is kept where rank allows.
     """
     ridge = damping * gram.diagonal().mean()

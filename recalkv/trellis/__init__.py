@@ -1,5 +1,5 @@
-"""Trellis-coded quantization: ``codes`` of a few bits a number, and the ``rows`` of bytes that hold a token's.
+"""Trellis-coded quantization: ``codes`` of a few bits per coefficient, and ``rows`` of bytes that hold a token's codes.
 
-Both forms cache such rows: the codec for post-RoPE keys and values, and latents for themselves. ``cpu`` packs and
-unpacks rows by loops that Numba compiles, ``triton_pack`` packs them on CUDA; plain torch does both anywhere.
+Both forms cache rows: the codec for post-RoPE keys and values, and quantized latents. ``cpu`` packs and unpacks rows
+with loops compiled by Numba, ``triton_pack`` packs them on CUDA, and plain torch does both on any device.
 """

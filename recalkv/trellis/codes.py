@@ -1,13 +1,13 @@
-"""Trellis-coded quantization decoded by arithmetic; a number depends on its own code and the two before it.
+"""Trellis-coded quantization decoded by arithmetic: a value depends on its code and the two previous codes.
 
-A code ``c_n`` of b bits chooses among half of ``2^(b+1)`` levels. The lowest bits of the two codes
-before it select the half (Marcellin and Fischer, 1990; Ungerboeck's trellis of four states, without feedback):
+A code ``c_n`` of b bits selects one level from half of ``2^(b+1)`` levels. The lowest bits of the two previous codes
+select the half (Marcellin and Fischer, 1990; Ungerboeck's trellis of four states, without feedback):
 
-    u_n = 2 (c_n xor low(c_{n-2})) + low(c_{n-1}),    t = u_n - (2^(b+1) - 1) / 2,    number = t (A + B t^2 + C t^4).
+    u_n = 2 (c_n xor low(c_{n-2})) + low(c_{n-1}),    t = u_n - (2^(b+1) - 1) / 2,    value = t (A + B t^2 + C t^4).
 
-Codes are chosen together, by the Viterbi algorithm: levels lie twice as dense as b bits could afford, and the error is
-three tenths below that of the best code that takes numbers one by one. The polynomial bends even steps into the levels
-that suit normal numbers; no table is needed, so that a kernel decodes with shifts, masks and a few multiplications.
+The Viterbi algorithm chooses the codes of a chain jointly. Levels are twice as dense as in a scalar quantizer of b
+bits, and the error is three tenths below that of the best scalar code. The polynomial maps uniform steps to levels
+suited to normal variables; without a table, a kernel decodes with shifts, masks and a few multiplications.
 """
 
 import functools
@@ -23,47 +23,47 @@ CURVES = {
     6: (0.0300420, 4.87450e-6, 3.06211e-10),
     8: (0.0073850, 1.03155e-7, 0.0),
 }
-"""``A``, ``B`` and ``C`` of each number of bits: those of least mean squared error for standard normal numbers in
-segments of 64 with the best of the tried scales, but that at 8 bits they keep levels away from ties in :data:`GRAIN`; a
+"""``A``, ``B`` and ``C`` by bits. They minimize the mean squared error of standard normal values in segments of 64 with
+the best of the tried scales, except that at 8 bits they also keep levels away from rounding ties in :data:`GRAIN`; a
 test compares them with their neighbors."""
 
 DISTORTION = {1: 0.31590, 2: 0.08478, 3: 0.021255, 4: 5.275e-3, 6: 3.438e-4, 8: 2.196e-5}
-"""Mean squared error that each leaves of a standard normal number in a segment of 64; a test measures them."""
+"""Mean squared error by bits for standard normal values in segments of 64; verified by a test."""
 
 BITS = tuple(CURVES)
-"""Bits of a number that there are codes for."""
+"""Supported bits per coefficient."""
 
 PLANES = {bits: tuple(plane for plane in (8, 4, 2, 1) if bits & plane) for bits in BITS}
-"""A code stands in planes of 8, 4, 2 and 1 bits, highest bits first, so that no code crosses a byte."""
+"""Bit planes of a code, of 8, 4, 2 and 1 bits, highest bits first, so that no code crosses a byte."""
 
 GRAIN = 512
-"""Levels are rounded to multiples of ``1 / GRAIN``: integers of 16 bits, which kernels multiply exactly."""
+"""Levels are rounded to multiples of ``1 / GRAIN``, so kernels can multiply them exactly as 16-bit integers."""
 
 SCALE_STEPS, SCALE_ZERO = 8, 128
-"""A scale is 2^((byte - 128) / 8): 9 % apart, from 1.5e-5 to 6e4 times the usual one."""
+"""A scale is 2^((byte - 128) / 8): steps of 9 %, from 1.5e-5 to 6e4 times the nominal scale."""
 
 FITTED = 3
-"""From this many bits on, scales are tried around the one that the largest number fits; below, around the one of the
-root mean square. A number far beyond the levels would leave more error than all others."""
+"""From this many bits on, trial scales are around the one at which the largest magnitude fits the levels, since a value
+far beyond the levels would leave more error than all others; with fewer bits, around that of the root mean square."""
 
 TRIALS, FIRST_FITTED, FIRST = 8, -6, -3
-"""Scales that are tried, as many as a vector of float32 holds, and the first of them, in steps from there. The one of
-least error is taken, the first where several are. Costs nothing when rows are read, and a quarter of the error."""
+"""Number of scales tried, one per lane of a float32 vector, and the offset of the first in scale steps. The scale of
+least error wins, the first on ties. This costs nothing when rows are read, and lowers the error."""
 
 FROM = ((0, 1), (2, 3), (0, 1), (2, 3))
 SUBSETS = ((0, 2), (1, 3), (2, 0), (3, 1))
-"""Of the four states ``2 low(c_n) + low(c_{n-1})``: the two that lead to each, and which of four levels in a row the
-number takes on either way, by the two lowest bits of its u."""
+"""For each of the four states ``2 low(c_n) + low(c_{n-1})``: its two predecessor states, and for each of them the
+subset of levels, u modulo 4, that the transition selects."""
 
 
 def codes_per_byte(bits: int) -> int:
-    """Codes of a byte of the last plane; two where it holds one, of two bytes."""
+    """Return the codes per byte of the last plane; for 8 bits two, counting two bytes."""
     return max(8 // PLANES[bits][-1], 2)
 
 
 def levels(bits: int, device: torch.device | None = None) -> Tensor:
-    """What the u of codes stand for at a scale of one: (2^(bits + 1),) float32, ascending; on the CPU if not said."""
-    # What a trace makes is no tensor to keep.
+    """Return the level of each index u at a scale of one: (2^(bits + 1),) float32, ascending; on the CPU by default."""
+    # A tensor made while tracing must not be cached.
     return (_levels if torch.compiler.is_compiling() else _kept_levels)(bits, device)
 
 
@@ -80,31 +80,31 @@ _kept_levels = functools.cache(_levels)
 
 
 def decoded(codes: Tensor, bits: int) -> Tensor:
-    """Numbers at a scale of one, float32, of chains of codes (..., length) of any integer type."""
+    """Decode chains of codes (..., length) of any integer type to float32 values at a scale of one."""
     low = codes.long() & 1
     before, last = (torch.nn.functional.pad(low, (count, 0))[..., : low.shape[-1]] for count in (2, 1))
     return levels(bits, codes.device)[2 * (codes.long() ^ before) + last]
 
 
 def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of least squared error, by the Viterbi algorithm, over several ways to scale each chain.
+    """Search the codes of least squared error with the Viterbi algorithm, over several trial scales per chain.
 
     Parameters
     ----------
     numbers : (chains, trials, length) float32
-        Each chain's numbers divided by the scales that are tried.
+        Values of each chain divided by each trial scale.
     weights : (chains, trials) float32
-        What an error of each counts.
+        Weight of the squared error of each trial.
 
     Returns
     -------
     trials : (chains,) int64
-        Of least error; the first where several are.
+        Trial of least error; the first on ties.
     codes : (chains, length) int32
     """
     table, device = levels(bits, numbers.device), numbers.device
     lower = torch.bucketize(numbers.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
-    # Of the four levels around a number, each is the nearest one of its subset.
+    # Each of the four levels around a value is the nearest level of its subset.
     near = lower[..., None] + torch.arange(4, dtype=torch.int32, device=device)
     errors = torch.empty(near.shape, dtype=torch.float32, device=device)
     errors.scatter_(-1, (near & 3).long(), (numbers[..., None] - table[near]).square())

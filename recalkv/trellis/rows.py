@@ -1,14 +1,14 @@
-"""How the coded numbers of one token stand in a row of bytes: segments of one scale byte each, and planes of codes.
+"""Row format of one token's codes: segments, each of one scale byte and bit planes of codes.
 
-A segment holds a multiple of 8 consecutive numbers with the same number of bits. Behind the random rotation of its
-basis they look alike and Gaussian, so one scale per token serves all of them. A plane of p bits of a segment of n
-numbers is n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits first. The chain of a
-segment's codes (:mod:`recalkv.trellis.codes`) goes through the bytes of its last plane, and through the codes of each,
-so that a kernel has just decoded what comes before a code; segments of 8 bits, with one code a byte, take a byte of
-their first half and one of their second in turn.
+A segment is a multiple of 8 consecutive coefficients with the same number of bits. After the random rotation of its
+basis they are alike and close to Gaussian, so they share one scale per token. A p-bit plane of a segment of n
+coefficients has n p / 8 bytes; byte i holds the codes i, i + n p / 8, i + 2 n p / 8, ..., lowest bits first. The chain
+of a segment's codes (:mod:`recalkv.trellis.codes`) runs over the bytes of its last plane and over the codes within each
+byte, so a kernel has just decoded the predecessors of a code; segments of 8 bits, with one code per byte, alternate
+between a byte of the first half and a byte of the second.
 
-In the codec's cache, rows stand in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one
-vector load, and a kernel decodes the same number of 16 tokens at once whatever the widths of segments are.
+The codec's cache stores rows in tiles of 16 tokens, byte by byte (:func:`tiled`): the same byte of 16 tokens is one
+vector load, and a kernel decodes the same coefficient of 16 tokens at once, whatever the widths of segments are.
 """
 
 import functools
@@ -38,24 +38,24 @@ from recalkv.trellis.codes import (
 )
 
 BLOCK = 8
-"""Widths of segments are multiples of it."""
+"""Widths of packed segments are multiples of this."""
 
 TILE = 16
-"""Tokens whose rows stand together."""
+"""Tokens per tile of rows."""
 
 _AT_ONCE = 1 << 17
-"""Numbers that plain torch searches at once: it holds a hundred bytes a number and trial."""
+"""Coefficients that plain torch searches at once; it needs a hundred bytes per coefficient and trial."""
 
 
 class Segment(NamedTuple):
-    """Consecutive numbers with the same number of bits.
+    """Consecutive coefficients with the same number of bits.
 
     Attributes
     ----------
     width
-        Numbers; a multiple of :data:`BLOCK` as they are packed.
+        Number of coefficients; a multiple of :data:`BLOCK` when packed.
     bits
-        Of each, one of :data:`recalkv.trellis.codes.BITS`.
+        Bits per coefficient, one of :data:`recalkv.trellis.codes.BITS`.
     """
 
     width: int
@@ -63,19 +63,19 @@ class Segment(NamedTuple):
 
     @property
     def whole(self) -> "Segment":
-        """The segment as it is packed: its width rounded up to a multiple of 8, with zeros at its end."""
+        """The segment as packed: zero-padded to a multiple of 8 coefficients."""
         return Segment(-(-self.width // BLOCK) * BLOCK, self.bits)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of its scale and codes."""
+        """Bytes of the scale and codes."""
         return 1 + self.whole.width * self.bits // 8
 
 
 def checked(
     segments: Sequence[Sequence[int]], multiple: int = BLOCK, remedy: str = "fit the codec again"
 ) -> tuple[Segment, ...]:
-    """Segments of a file, whose widths are multiples of so many.
+    """Return the segments read from a file after checking that their widths are multiples of ``multiple``.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def checked(
 
 
 def located(segments: Sequence[Segment], start: int = 0) -> list[tuple[Segment, int, int]]:
-    """Each segment with its first number, and its first byte in a row whose segments begin at a byte."""
+    """Return each segment with its first coefficient's index and its first byte, for a row that begins at ``start``."""
     found, number = [], 0
     for segment in segments:
         found.append((segment, number, start))
@@ -102,25 +102,25 @@ def located(segments: Sequence[Segment], start: int = 0) -> list[tuple[Segment, 
 
 
 def row_bytes(segments: Sequence[Segment]) -> int:
-    """Bytes of a row."""
+    """Return the bytes per row."""
     return sum(segment.row_bytes for segment in segments)
 
 
 def scales_of(level: Tensor) -> Tensor:
-    """Scales of scale bytes given as float32."""
+    """Convert scale bytes, given as float32, to scales."""
     return torch.exp2((level - SCALE_ZERO) / SCALE_STEPS)
 
 
 def pack(numbers: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Numbers (..., width) float32 to rows (..., row_bytes) uint8."""
+    """Pack coefficients (..., width) float32 into rows (..., row_bytes) uint8."""
     rows: Tensor = _packed(numbers, [number for segment in segments for number in segment])
     return rows
 
 
-# An operator, so that what traces a model sees one node.
+# A custom operator, so that tracing a model sees a single node.
 @torch.library.custom_op("recalkv::pack_segments", mutates_args=())
 def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
-    """Of segments given as width and bits one after the other."""
+    """Implement :func:`pack`, with segments flattened to width, bits, width, bits, ..."""
     own = _segments(segments)
     by_triton = _pack_by_triton(numbers.device) if numbers.device.type == "cuda" and own else None
     if by_triton is not None:
@@ -150,7 +150,7 @@ def _segments(numbers: Sequence[int]) -> tuple[Segment, ...]:
 
 @functools.cache
 def _places(segments: tuple[Segment, ...]) -> tuple[tuple[int, ...], ...]:
-    """First number, width, bits, first byte, codes of a byte of the last plane and bits of two planes, of each."""
+    """Return per segment: first coefficient, width, bits, first byte, codes per last-plane byte, bits of two planes."""
     return tuple(
         (number, *segment, byte, codes_per_byte(segment.bits), *(*PLANES[segment.bits], 0)[:2])
         for segment, number, byte in located(segments)
@@ -159,7 +159,7 @@ def _places(segments: tuple[Segment, ...]) -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def _pack_by_triton(device: torch.device) -> Any:
-    """:func:`recalkv.trellis.triton_pack.pack_rows`; None where Triton is not installed, or fails."""
+    """Return :func:`recalkv.trellis.triton_pack.pack_rows`, or None if Triton is not installed or fails."""
     try:
         from recalkv.trellis.triton_pack import pack_rows
     except ImportError:
@@ -167,14 +167,14 @@ def _pack_by_triton(device: torch.device) -> Any:
     try:
         one = (Segment(8, 1),)
         pack_rows(torch.zeros(1, 8, dtype=torch.float32, device=device), _places(one), row_bytes(one))
-    except Exception as error:  # of a compiler, a driver, or a GPU that is too old
+    except Exception as error:  # from a compiler, a driver, or a GPU that is too old
         warnings.warn(f"rows are packed in plain torch, which is slow: Triton fails ({error}).", stacklevel=2)
         return None
     return pack_rows
 
 
 def chained(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers of a segment (..., width) in the order of their chain."""
+    """Reorder the coefficients (..., width) of a segment to chain order."""
     return numbers.unflatten(-1, (codes_per_byte(bits), -1)).mT.flatten(-2)
 
 
@@ -184,7 +184,7 @@ def unchained(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Level of the scale (..., 1) float32, and codes (..., width) int32, of one segment."""
+    """Return the scale byte (..., 1) as float32 and the codes (..., width) int32 of one segment."""
     if bits < FITTED:
         size, first = part.square().mean(-1, keepdim=True).sqrt(), FIRST
     else:
@@ -204,7 +204,7 @@ def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def tiled(rows: Tensor) -> Tensor:
-    """Rows (..., tokens, bytes) as tiles (..., ceil(tokens / TILE), bytes, TILE); what a last tile lacks is zero."""
+    """Convert rows (..., tokens, bytes) to zero-padded tiles (..., ceil(tokens / TILE), bytes, TILE)."""
     return pad(rows, (0, 0, 0, -rows.shape[-2] % TILE)).unflatten(-2, (-1, TILE)).mT.contiguous()
 
 
@@ -214,7 +214,7 @@ def untiled(tiles: Tensor, tokens: int) -> Tensor:
 
 
 def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Rows (..., row_bytes) uint8 to numbers (..., width) float32."""
+    """Unpack rows (..., row_bytes) uint8 to coefficients (..., width) float32."""
     parts = []
     for segment, _, start in located(segments):
         scale = scales_of(rows[..., start : start + 1].float())
@@ -232,14 +232,14 @@ def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 
 class NumberTable(NamedTuple):
-    """Where the code of each number of a row stands, for kernels that look numbers up one by one; all (width,).
+    """Position of each coefficient's code in a row, for kernels that look coefficients up one by one; all (width,).
 
-    The code is ``(row[first] >> first_shift) & first_mask`` or, of two planes, those as its upper bits and
-    ``(row[second] >> second_shift) & second_mask``, which is zero for codes of one plane, as its lower ones. The lowest
-    bits of the last code and of the one before are those of ``row[last] >> last_shift`` and
-    ``row[before] >> before_shift``, zero by a shift of 8 at the start of a chain. With
-    ``t = 2 (code xor before's) + last's - (2^(bits + 1) - 1) / 2`` the number is
-    ``t (linear + cubic t^2 + quintic t^4) scale`` and ``scale = 2^((row[scale] - 128) / 8)``.
+    The code is ``(row[first] >> first_shift) & first_mask``; with two planes these are its upper bits, and its lower
+    bits are ``(row[second] >> second_shift) & second_mask``, which is zero with one plane. The low bits of the previous
+    code and of the code before that are the lowest bits of ``row[last] >> last_shift`` and
+    ``row[before] >> before_shift``; at the start of a chain a shift of 8 makes them zero. With
+    ``t = 2 (code xor before_low) + last_low - (2^(bits + 1) - 1) / 2``, the coefficient is
+    ``t (linear + cubic t^2 + quintic t^4) scale``, where ``scale = 2^((row[scale] - 128) / 8)``.
     """
 
     first: Tensor
@@ -259,7 +259,7 @@ class NumberTable(NamedTuple):
 
 
 def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
-    """Table of the segments of a row that begin at its byte ``start``: int32, and float32 for the last three."""
+    """Return the table of segments that start at byte ``start`` of a row: int32, the last three columns float32."""
     columns: list[tuple[float, ...]] = []
     for segment, _, scale in located(segments, start):
         byte, planes = scale + 1, PLANES[segment.bits]

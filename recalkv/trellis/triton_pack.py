@@ -1,9 +1,9 @@
-# ruff: noqa: N803  (constants of a kernel are written as Triton's own are)
+# ruff: noqa: N803  (kernel constants are named as in Triton)
 # mypy: allow-untyped-defs
-"""Rows packed in Triton (:func:`recalkv.trellis.rows.pack`), in one launch: scales, trellis codes and bytes.
+"""Pack rows in Triton (:func:`recalkv.trellis.rows.pack`) with one launch for scales, trellis codes and bytes.
 
-A program takes one segment of a few tokens. All trials of a scale and all states of the trellis go through its numbers
-together; which state each state came from is kept in memory, and followed backwards for the best trial.
+A program handles one segment of a few tokens. It runs the Viterbi algorithm over the coefficients for all trial scales
+and trellis states together, stores each state's predecessor in memory, and traces back the best trial.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from recalkv.trellis.codes import BITS, FIRST, FIRST_FITTED, FITTED, SCALE_STEPS
 Segments = tuple[tuple[int, ...], ...]
 
 _TOKENS = 4
-"""Tokens of a program: with eight trials, one lane of a warp each."""
+"""Tokens per program: with eight trials, each pair of token and trial is one lane of a warp."""
 
 _OCTETS = 32
-"""Bytes that are put together at once."""
+"""Bytes assembled at once."""
 
 _AT_ONCE = 1 << 22
-"""Numbers of a launch, whose trail takes 32 bytes each."""
+"""Coefficients per launch; the trail takes 32 bytes for each."""
 
 
 @triton.jit
@@ -34,18 +34,18 @@ def pack_kernel(
     FITTED: tl.constexpr, FIRST: tl.constexpr, FIRST_FITTED: tl.constexpr, STEPS: tl.constexpr, ZERO: tl.constexpr,
     TRIALS: tl.constexpr, TOKENS: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of least squared error. Grid: (blocks of TOKENS tokens, segments).
+    """Write the rows of least squared error. Grid: (blocks of TOKENS tokens, segments).
 
     Parameters
     ----------
     numbers_ptr : (tokens, width) float32
     segments_ptr : (segments, 8) int32
-        First number, width, bits, place of the scale's byte, codes of a byte of the last plane, bits of the two planes,
-        the second zero where there is one, and place of the levels.
+        First coefficient, width, bits, offset of the scale byte, codes per byte of the last plane, bits of the two
+        planes (the second is zero with one plane), and offset of the levels.
     levels_ptr : (any,) float32
-        Of all numbers of bits, one after the other.
+        Levels for every supported number of bits, concatenated.
     trail_ptr : (tokens, width, TRIALS) int32
-        The lowest of the four levels around a number, and from bit 16 on the choice of each state.
+        The lowest of the four levels around a coefficient and, from bit 16 on, the choice of each state.
     codes_ptr : (tokens, width) int32
     rows_ptr : (tokens, octets_of_row) uint8
     """
@@ -71,7 +71,7 @@ def pack_kernel(
     m0, m1, m2, m3 = zero, zero + float("inf"), zero + float("inf"), zero + float("inf")
     stride = length // per_byte
     for number in range(length):
-        # The chain goes through the codes of a byte of the last plane, and through its bytes.
+        # Chain order: the codes within a byte of the last plane, then the next byte.
         place = number % per_byte * stride + number // per_byte
         x = tl.load(numbers_ptr + own + place, mask=ok, other=0.0)[:, None] * inverse
         below = tl.zeros((TOKENS, TRIALS), dtype=tl.int32)
@@ -84,13 +84,13 @@ def pack_kernel(
         d2 = x - tl.load(table + lower + 2)
         d3 = x - tl.load(table + lower + 3)
         d0, d1, d2, d3 = d0 * d0, d1 * d1, d2 * d2, d3 * d3
-        # By subsets: level u is in subset u mod 4.
+        # Reorder by subset: level u is in subset u mod 4.
         odd, upper = (lower & 1) != 0, (lower & 2) != 0
         d0, d1, d2, d3 = tl.where(odd, d3, d0), tl.where(odd, d0, d1), tl.where(odd, d1, d2), tl.where(odd, d2, d3)
         d0, d1, d2, d3 = (
             tl.where(upper, d2, d0), tl.where(upper, d3, d1), tl.where(upper, d0, d2), tl.where(upper, d1, d3)
         )  # fmt: skip
-        # The two ways to each state, as recalkv.trellis.codes has them.
+        # The two transitions into each state, as in recalkv.trellis.codes.
         a0, b0, a1, b1 = m0 + d0, m1 + d2, m2 + d1, m3 + d3
         a2, b2, a3, b3 = m0 + d2, m1 + d0, m2 + d3, m3 + d1
         word = lower | ((b0 < a0).to(tl.int32) << 16) | ((b1 < a1).to(tl.int32) << 17)
@@ -106,7 +106,7 @@ def pack_kernel(
     state = tl.sum(tl.where(chosen, state, 0), axis=1)
     row = rows_ptr + token.to(tl.int64) * octets_of_row + byte
     tl.store(row, tl.sum(tl.where(chosen, tried, 0.0), axis=1).to(tl.int32).to(tl.uint8), mask=ok)
-    # Other threads wrote what is read now.
+    # Values written by other threads are read next.
     tl.debug_barrier()
     for step in range(length):
         number = length - 1 - step
@@ -127,7 +127,7 @@ def pack_kernel(
             octet = begin + tl.arange(0, OCTETS)
             inside = ok[:, None] & (octet < octets)[None, :]
             packed = tl.zeros((TOKENS, OCTETS), dtype=tl.int32)
-            # Octets times the codes of each are all of the segment.
+            # A plane has `octets` bytes of `length // octets` codes each.
             for turn in range(length // octets):
                 codes = tl.load(codes_ptr + own[:, None] + turn * octets + octet[None, :], mask=inside, other=0)
                 packed |= ((codes >> low) & ((1 << plane) - 1)) << (turn * plane)
@@ -137,7 +137,7 @@ def pack_kernel(
 
 @functools.cache
 def _levels(device: torch.device) -> tuple[Tensor, dict[int, int]]:
-    """Levels of all numbers of bits, and where each begins."""
+    """Return the concatenated levels for all supported bits, and the offset of each."""
     with torch.inference_mode(False):
         places, start = {}, 0
         for bits in BITS:
@@ -153,15 +153,15 @@ def _table(segments: Segments, device: torch.device) -> Tensor:
 
 
 def pack_rows(numbers: Tensor, segments: Segments, octets: int) -> Tensor:
-    """Rows (tokens, octets) uint8.
+    """Pack coefficients into rows (tokens, octets) uint8.
 
     Parameters
     ----------
     numbers : (tokens, width) float32
     segments
-        What the kernel is to know of each, without the place of its levels.
+        Entries of the kernel's segment table, without the offset of the levels.
     octets
-        Of a row.
+        Bytes per row.
     """
     tokens, width, device = *numbers.shape, numbers.device
     rows = torch.empty(tokens, octets, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
-"""Packing and unpacking rows on a CPU by loops that Numba compiles.
+"""Pack and unpack rows on a CPU with loops compiled by Numba.
 
-``vectors`` has products and other vector code, ``codes`` the decoding of a tile and the search of codes, ``threads``
-runs loops on torch's own threads, and ``rows`` packs and unpacks rows.
+``vectors`` has matrix products and other SIMD code, ``codes`` decodes tiles and searches codes, ``threads`` runs loops
+on torch's threads, and ``rows`` packs and unpacks rows.
 """
 
 import functools
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 _PATIENCE = 4.0
-"""Seconds: more than loading compiled loops from disk takes."""
+"""Seconds before the user is told of a compilation; loading compiled loops from disk takes less."""
 
 
 @functools.cache
 def compiled(module: str) -> Any:
-    """A module of compiled loops; None without Numba, or without a folder for what it compiles."""
+    """Import a module of compiled loops; None without Numba, or without a writable folder for its cache."""
     notice = threading.Timer(
         _PATIENCE, print, ["recalkv: compiling loops for this processor; up to a minute, once"],
         {"file": sys.stderr, "flush": True},
@@ -41,7 +41,7 @@ def compiled(module: str) -> Any:
 
 
 def serves(tensor: Tensor) -> bool:
-    """Whether compiled loops may be given a tensor's address: not on other devices, nor while torch traces or wraps."""
+    """Return whether compiled loops can use a tensor: on the CPU, and neither traced, wrapped nor of a subclass."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.device.type != "cpu":
         return False
     return type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

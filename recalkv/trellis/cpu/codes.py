@@ -1,4 +1,4 @@
-"""Codes as vector code: decoding tiles, scales, and the search of a chain's codes."""
+"""SIMD code for decoding tiles and scales, and for the search of a chain's codes."""
 
 import itertools
 from collections.abc import Callable
@@ -39,11 +39,11 @@ from recalkv.trellis.cpu.vectors import (
 from recalkv.trellis.rows import TILE
 
 CELLS = 2048
-"""Cells of a grid of numbers, each of which knows how many levels lie below it: no two levels share one."""
+"""Cells of a grid of values that stores the number of levels below each cell; a cell has at most one level."""
 
 
 def _lookup(builder: Any, index: Any, bits: int) -> Any:
-    """Levels of 32 indices u in lanes of 16 bits, as integers of :data:`GRAIN` to the unit."""
+    """Return the levels of 32 indices u in 16-bit lanes, as integers in units of 1 / :data:`GRAIN`."""
     lanes, table = 2 * TILE, [round(float(level) * GRAIN) for level in levels(bits)]
     words = ir.VectorType(SHORT, lanes)
     if "+avx512bw" in FEATURES and bits <= 6:
@@ -58,7 +58,7 @@ def _lookup(builder: Any, index: Any, bits: int) -> Any:
         lower, upper = (builder.call(permute, [tables[part], index, tables[part + 1]]) for part in (0, 2))
         return builder.select(bit_set(builder, index, 2 * lanes), upper, lower)
     if "+avx2" in FEATURES and bits <= 4:
-        # A table of bytes answers four bits: of lower halves and of upper ones, each in its byte of a lane.
+        # A byte shuffle looks up 4 bits; one shuffle yields the low byte of each lane's level, another the high byte.
         half, octets = ir.VectorType(SHORT, TILE), ir.VectorType(BYTE, lanes)
         shuffle = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(octets, [octets, octets]), "llvm.x86.avx2.pshuf.b"
@@ -82,7 +82,7 @@ def _lookup(builder: Any, index: Any, bits: int) -> Any:
 
 
 def _level(builder: Any, index: Any, bits: int) -> Any:
-    """Levels of indices u, 32-bit integers, as whole float32 numbers of :data:`GRAIN` to the unit."""
+    """Return the levels of int32 indices u as float32 integers in units of 1 / :data:`GRAIN`."""
     lanes = index.type.count
 
     def floats(value: float) -> Any:
@@ -94,14 +94,14 @@ def _level(builder: Any, index: Any, bits: int) -> Any:
     square = builder.fmul(place, place)
     bend = builder.fadd(builder.fmul(square, floats(quintic)), floats(cubic))
     level = builder.fmul(place, builder.fadd(builder.fmul(square, bend), floats(linear)))
-    # Not by adding a large number and taking it off again, which fast mathematics leaves out.
+    # Adding and subtracting a large number would round as well, but fast math removes it.
     kind = ir.FunctionType(place.type, [place.type])
     nearest = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{lanes}f32")
     return builder.call(nearest, [level])
 
 
 def _indices(builder: Any, codes: list[Any], before: list[Any]) -> list[Any]:
-    """Indices u of consecutive codes of a chain; ``before`` are the two codes before them, and then the last two."""
+    """Return the indices u of consecutive codes of a chain; updates ``before``, the two previous codes."""
     one, two, found = (constant(SHORT, 1, 2 * TILE), constant(SHORT, 2, 2 * TILE), [])
     for code in codes:
         double, earlier = (builder.shl(each, one) for each in (code, before[0]))
@@ -112,7 +112,7 @@ def _indices(builder: Any, codes: list[Any], before: list[Any]) -> list[Any]:
 
 
 def _paired_indices(builder: Any, codes: list[Any], before: list[Any]) -> list[Any]:
-    """The same of pairs, side by side in lanes of 32 bits: the code before a pair's second is its first."""
+    """Same as :func:`_indices` for pairs side by side in 32-bit lanes: a pair's second code follows its first."""
     kind, found = ir.VectorType(INT, TILE), []
     one, sixteen = constant(INT, 1, TILE), constant(INT, 16, TILE)
     ones, twos = constant(INT, 0x00010001, TILE), constant(INT, 0x00020002, TILE)
@@ -131,11 +131,11 @@ def _paired_indices(builder: Any, codes: list[Any], before: list[Any]) -> list[A
 
 
 def _decoder(bits: int, paired: bool) -> Any:
-    """Decode one segment of two tiles: (planes' addresses of both, numbers, target's address, bytes from row to row).
+    """Decode a segment of two tiles: (plane addresses of both, width, target address, bytes between target rows).
 
-    Rows of the target are 32 integers of 16 bits. Not paired, row i is number i of both tiles' tokens. Paired, a tile's
-    tokens have two numbers side by side (:func:`partner`), so that rows are half as many, and the second tile's tokens
-    follow the first's. Numbers are decoded in the order of their chain.
+    Target rows are int16. Unpaired, row i is coefficient i of the tokens of both tiles. Paired, a row has two
+    coefficients per token side by side (:func:`partner`), for the tokens of the first tile, then of the second, so
+    there are half as many rows. Coefficients are decoded in chain order.
     """
     planes = PLANES[bits]
     last = planes[-1]
@@ -147,11 +147,11 @@ def _decoder(bits: int, paired: bool) -> Any:
             octets, lanes = ir.VectorType(BYTE, TILE), 2 * TILE
             wide = ir.VectorType(INT, TILE) if paired else ir.VectorType(SHORT, lanes)
             element, count_of = (INT, TILE) if paired else (SHORT, lanes)
-            # How many numbers are in a byte of the last plane; bytes that hold one are taken with those behind half.
+            # Codes per byte of the last plane; 8-bit codes take a byte of each half of the segment.
             turns = codes_per_byte(bits)
             count = builder.udiv(width, ir.Constant(LONG, turns))
             sources = (first, second) if paired else (first,)
-            # The two codes before: a pair of them in lanes of 32 bits, or two vectors.
+            # The two previous codes: a pair in 32-bit lanes, or two vectors.
             kept = [[cgutils.alloca_once(builder, wide) for _ in range(1 if paired else 2)] for _ in sources]
             for place in itertools.chain(*kept):
                 builder.store(ir.Constant(wide, None), place)
@@ -178,7 +178,7 @@ def _decoder(bits: int, paired: bool) -> Any:
                 for tile, source in enumerate(sources):
                     low_byte, high = loop.index, []
                     if len(planes) == 2:
-                        # The first plane has twice as many bits, and so twice as many bytes.
+                        # The first plane has twice as many bits as the last, hence twice as many bytes.
                         high = [load(source, loop.index), load(source, builder.add(loop.index, count))]
                         low_byte = builder.add(loop.index, builder.mul(count, ir.Constant(LONG, 2)))
                     if last == 8:
@@ -207,7 +207,7 @@ def _decoder(bits: int, paired: bool) -> Any:
 
 
 def partner(width: int, bits: int) -> tuple[list[int], list[int]]:
-    """Numbers that stand side by side in each row of a paired segment: the first ones, and the second ones."""
+    """Return the first and the second coefficient of the pair in each row of a paired segment."""
     turns = codes_per_byte(bits)
     count = width // turns
     rows = [(j + 2 * turn * count, j + (2 * turn + 1) * count) for turn in range(turns // 2) for j in range(count)]
@@ -215,7 +215,7 @@ def partner(width: int, bits: int) -> tuple[list[int], list[int]]:
 
 
 def _by_bits(make: Callable[[int], Any]) -> Any:
-    """One function of bits, known when it runs, and what ``make(bits)`` takes."""
+    """Return a function that dispatches on bits at run time to ``make(bits)``."""
     one, two, three, four, six, eight = map(make, BITS)
 
     @nested
@@ -237,22 +237,22 @@ def _by_bits(make: Callable[[int], Any]) -> Any:
 
 
 decode = _by_bits(lambda bits: _decoder(bits, False))
-"""Decode a segment of two tiles of tokens, number by number: addresses, and bytes from one row to the next."""
+"""Decode a segment of two tiles of tokens, one coefficient per target row; see :func:`_decoder`."""
 
 decode_pairs = _by_bits(lambda bits: _decoder(bits, True))
-"""The same, two numbers side by side."""
+"""Same as :data:`decode`, with two coefficients side by side per target row."""
 
 
 @intrinsic
 def scales_at(context: Any, source: Any, target: Any) -> Any:
-    """Write the scales of a tile's 16 bytes at an address as float32 to another."""
+    """Convert the 16 scale bytes of a tile at ``source`` to float32 scales at ``target``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, target = arguments
         octets, kind = ir.VectorType(BYTE, TILE), ir.VectorType(FLOAT, TILE)
         byte = builder.load(address_at(builder, source, octets), align=1)
         byte = builder.zext(byte, ir.VectorType(INT, TILE))
-        # 2^(byte / 8): a power of two by its exponent's bits, times one of eight factors.
+        # 2^(byte / 8) is a power of two, set through the exponent bits, times one of eight factors.
         power = builder.lshr(byte, constant(INT, 3, TILE))
         power = builder.add(power, constant(INT, 127 - SCALE_ZERO // SCALE_STEPS, TILE))
         power = builder.bitcast(builder.shl(power, constant(INT, 23, TILE)), kind)
@@ -268,12 +268,12 @@ def scales_at(context: Any, source: Any, target: Any) -> Any:
 
 
 def _search(bits: int) -> Any:
-    """Find the codes of least error of a chain of float32 at eight scales at once: the Viterbi algorithm.
+    """Run the Viterbi algorithm over a chain of float32 at eight scales at once.
 
-    Arguments: address of the chain; its length; of the eight scales' inverses; of the cells of the levels' table
-    (:mod:`recalkv.trellis.cpu.rows`); of 8 int32 a number, for the lowest of the four levels around it and, from bit 16
-    on, which of two states each of four states comes from; of (4 states, 8) float32 for the errors, in
-    squares of 1 / GRAIN.
+    Arguments: address of the chain; its length; address of the inverses of the eight scales; address of the level
+    counts of the grid's cells (:mod:`recalkv.trellis.cpu.rows`); reach of the grid; address of the trail, 8 int32 per
+    value: the lowest of the four levels around it and, from bit 16 on, which predecessor each state comes from; address
+    of the errors, (4 states, 8) float32 in units of 1 / GRAIN squared.
     """
 
     @intrinsic
@@ -303,7 +303,7 @@ def _search(bits: int) -> Any:
                 number = builder.load(address_at(builder, numbers, FLOAT, (loop.index, 4)), align=4)
                 number = builder.fmul(splat(builder, number, 8), inverse)
                 place = builder.fmul(builder.fadd(number, splat(builder, reach, 8)), splat(builder, per_cell, 8))
-                # What is no number gets some code, too.
+                # NaN gets some code as well.
                 inside = builder.fcmp_ordered(">", place, constant(FLOAT, 0.0, 8))
                 place = builder.select(inside, place, constant(FLOAT, 0.0, 8))
                 inside = builder.fcmp_ordered("<", place, constant(FLOAT, CELLS - 1, 8))
@@ -320,7 +320,7 @@ def _search(bits: int) -> Any:
                 for level in range(4):
                     error = builder.fsub(number, _level(builder, builder.add(lower, integers(level)), bits))
                     left.append(builder.fmul(error, error))
-                # By subsets: level u is in subset u mod 4.
+                # Reorder by subset: level u is in subset u mod 4.
                 for step in (1, 2):
                     moved = bit_set(builder, lower, step)
                     left = [builder.select(moved, left[(place - step) % 4], left[place]) for place in range(4)]

@@ -1,4 +1,4 @@
-"""Numbers to rows and back, tiles of tokens at a time: what prompts do, and a new token's own row."""
+"""Pack coefficients into rows and unpack them, in tiles of tokens: for prompts, and for the row of a new token."""
 
 import functools
 import math
@@ -16,26 +16,26 @@ from recalkv.trellis.cpu.vectors import called, nested
 from recalkv.trellis.rows import TILE, Segment, located, row_bytes, tiled, untiled
 
 REACH = 6.0
-"""The grid of :data:`recalkv.trellis.cpu.codes.CELLS` is from -REACH to REACH."""
+"""The grid of :data:`recalkv.trellis.cpu.codes.CELLS` cells covers -REACH to REACH."""
 
 _KINDS = 9
-"""Tables are found by the number of bits, up to 8."""
+"""Length of tables that are indexed by the number of bits, up to 8."""
 
 _STEPS, _ZERO_BYTE, _TILE = SCALE_STEPS, SCALE_ZERO, TILE
 _TRIALS, _FIRST, _FIRST_FITTED, _FITTED = TRIALS, FIRST, FIRST_FITTED, FITTED
 
 
 class _Tables:
-    """Tables that all layers share; float32 unless said.
+    """Tables shared by all layers; float32 unless noted.
 
     Attributes
     ----------
     cells : (9, CELLS) int16
-        How many levels lie below each cell's lower end, by bits.
+        Number of levels below the lower end of each cell, by bits.
     largest : (9,)
-        Levels.
+        Largest level, by bits.
     scales : (256,)
-        By their bytes.
+        Scales, by scale byte.
     """
 
     def __init__(self) -> None:
@@ -52,30 +52,30 @@ class _Tables:
 
 @functools.cache
 def tables() -> _Tables:
-    """The tables."""
+    """Return the tables, which are built once."""
     with torch.inference_mode(False):
         return _Tables()
 
 
 def segment_table(segments: Sequence[Segment], start: int) -> np.ndarray:
-    """(segments, 4) int64: first byte in the row, numbers, bits, first number."""
+    """Return the segment table (segments, 4) int64: first byte in the row, width, bits, first coefficient."""
     rows = [(byte, *segment, number) for segment, number, byte in located(segments, start)]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
 @nested
 def write_row(numbers, segments, count, lookup, row):
-    """Write a token's numbers of one code into its row.
+    """Write a token's coefficients into its row.
 
     Parameters
     ----------
     numbers : float32 array
     segments, count
-        Address of a segment table, and its rows.
+        Address of a segment table, and its number of segments.
     lookup : int64 array
         Addresses of the tables.
     row
-        Address of the row's first byte; the next is a tile's tokens on.
+        Address of the row's first byte; consecutive bytes of a row are TILE bytes apart.
     """
     table = array(segments, count * 4, np.int64)
     largest, scales = floats(lookup[1], _KINDS), floats(lookup[2], 256)
@@ -150,12 +150,12 @@ _ROWS = np.dtype(
         )
     ]
 )  # fmt: skip
-"""What rows are written and read by: counts, and addresses."""
+"""Arguments of packing and unpacking: counts and addresses."""
 
 
 @called
 def _pack(address):
-    """Rows of many tokens, each in the slot that the list has for it; none where that is negative."""
+    """Write the rows of many tokens to their slots, skipping tokens with a negative slot."""
     a = carray(address, (1,), _ROWS)[0]
     lookup, slots = array(a.look, 3, np.int64), array(a.slots, a.tokens, np.int64)
     width, size = a.width, a.tiles * _TILE
@@ -169,7 +169,7 @@ def _pack(address):
 
 @called
 def _unpack(address):
-    """Numbers of consecutive slots of a sequence, whose blocks the list has; two tiles are decoded at a time."""
+    """Read the coefficients of consecutive slots of a sequence through its block table, two tiles at a time."""
     a = carray(address, (1,), _ROWS)[0]
     tokens, width, start, row_bytes, count = a.tokens, a.width, a.start, a.row, a.count
     table, lookup = array(a.segments, count * 4, np.int64), array(a.look, 3, np.int64)
@@ -219,30 +219,30 @@ _LOOKUP = np.array(tables().addresses, np.int64)
 
 
 def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor) -> None:
-    """Write the rows of tokens.
+    """Write the rows of tokens into blocks of tiles.
 
     Parameters
     ----------
     numbers : (tokens, width) float32, contiguous
     table
-        Of the code's segments.
+        Segment table of the rows.
     tiles : (blocks, tiles, row bytes, TILE) uint8
-        Contiguous but for the first dimension.
+        Contiguous except for the first dimension.
     slots : (tokens,) int64
-        Block times the slots of a block, plus the place in it; negative for tokens that are not written.
+        Block index times slots per block, plus offset in the block; negative for tokens that are not written.
     """
     run(_pack, _arguments(numbers, table, tiles, slots, 0, 0))
 
 
 def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, numbers: Tensor) -> None:
-    """Undo :func:`pack_tiles` into numbers (tokens, width) float32.
+    """Undo :func:`pack_tiles`, writing coefficients (tokens, width) float32 to ``numbers``.
 
     Parameters
     ----------
     blocks : (any,) int64, contiguous
-        Of a sequence, in the order of its slots.
+        Block table of the sequence, in slot order.
     start
-        First slot of the sequence that is read.
+        First slot of the sequence to read.
     """
     scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1]), np.float32)
     run(_unpack, _arguments(numbers, table, tiles, blocks, start, scratch.ctypes.data))
@@ -254,7 +254,7 @@ def _table_of(segments: tuple[Segment, ...]) -> np.ndarray:
 
 
 def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-    """The same as :func:`recalkv.trellis.rows.pack`."""
+    """Same as :func:`recalkv.trellis.rows.pack`, on a CPU."""
     tokens, width = math.prod(numbers.shape[:-1]), row_bytes(segments)
     tiles = torch.zeros(1, -(-tokens // TILE), width, TILE, dtype=torch.uint8, device="cpu")
     if tokens:
@@ -265,7 +265,7 @@ def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
 
 
 def unpack_rows(rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-    """The same as :func:`recalkv.trellis.rows.unpack`."""
+    """Same as :func:`recalkv.trellis.rows.unpack`, on a CPU."""
     tokens, width = math.prod(rows.shape[:-1]), sum(segment.width for segment in segments)
     numbers = torch.empty(tokens, width, dtype=torch.float32, device="cpu")
     if tokens:

@@ -1,8 +1,8 @@
-"""Compiled loops on torch's own threads.
+"""Run compiled loops on torch's OpenMP threads.
 
-Threads of another pool would share the cores with those of torch, which wait for work by spinning. So the loops are
-called by the OpenMP library that torch uses, with what they work on in a record of numbers. Where torch has
-another library than GNU's they run in one thread.
+A second thread pool would compete for the cores with torch's threads, which spin while they wait for work. So the loops
+run through the OpenMP library that torch uses, and take their arguments in a record of integers. If torch uses another
+OpenMP library than GNU's, they run in one thread.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ from recalkv.trellis.cpu.vectors import nested
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """GNU's OpenMP library, where torch has loaded it."""
+    """Return GNU's OpenMP library if torch has loaded it, else None."""
     folder = Path(torch.__file__).parent
     bundled = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
     for name in [*map(str, sorted(bundled)), "libgomp.so.1"]:
         try:
-            # What is in memory already: one more library would bring one more pool.
+            # Only a library that is already loaded: another copy would bring a second thread pool.
             library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except (OSError, AttributeError):
             continue
@@ -41,7 +41,7 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 def threads_of_torch() -> int:
-    """How many threads :func:`run` may take."""
+    """Return the number of threads that :func:`run` may use."""
     threads = torch.get_num_threads()
     if _openmp() is not None or threads == 1:
         return threads
@@ -64,12 +64,12 @@ def _fields(layout: np.dtype) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
 
 
 def record(layout: np.dtype, numbers: Mapping[str, int]) -> np.ndarray:
-    """One record of int64 numbers, all that the layout names, for compiled code."""
+    """Return a record of int64 fields for compiled code, with every field of the layout."""
     return np.array(_fields(layout)(numbers), np.int64).view(layout)
 
 
 def run(task: Any, numbers: np.ndarray) -> None:
-    """Call a ``void(void*)`` of Numba with the address of a record in so many ``threads`` as it says; wait for all."""
+    """Call Numba's ``void(void*)`` with the address of a record in its ``threads`` threads, and wait for them."""
     library, threads = _openmp(), int(numbers["threads"][0])
     if threads == 1 or library is None:
         task.ctypes(ctypes.c_void_p(numbers.ctypes.data))
@@ -78,7 +78,7 @@ def run(task: Any, numbers: np.ndarray) -> None:
 
 
 def _named(name: str, result: Any) -> Any:
-    """A function of the library by its name, for compiled code; it is not called where there is one thread."""
+    """Return a function of the OpenMP library for compiled code, which does not call it with one thread."""
     library = _openmp()
     function: Any = ctypes.pythonapi.PyErr_Occurred if library is None else getattr(library, name)
     llvm.add_symbol(f"recalkv_{name}", ctypes.cast(function, ctypes.c_void_p).value)
@@ -92,19 +92,19 @@ _barrier = _named("GOMP_barrier", types.void)
 
 @nested
 def thread_number(threads):
-    """Of the caller, 0 where it is the only one."""
+    """Return the index of the calling thread, 0 if it is the only one."""
     return np.int64(0) if threads == 1 else np.int64(_number())
 
 
 @nested
 def thread_count(threads):
-    """Threads that there are, of so many that were asked for."""
+    """Return the number of running threads, which may be fewer than requested."""
     return np.int64(1) if threads == 1 else np.int64(_count())
 
 
 @nested
 def wait_for_all(threads):
-    """Until every thread has come here."""
+    """Wait until every thread has reached this barrier."""
     if threads != 1:
         _barrier()
 
@@ -119,11 +119,11 @@ def _pointer(context: Any, address: Any) -> Any:
 
 @nested
 def array(address, length, dtype):
-    """Array of so many numbers at an address."""
+    """Return the array of ``length`` elements at an address."""
     return carray(_pointer(address), (length,), dtype)
 
 
 @nested
 def floats(address, length):
-    """Array of float32 at an address."""
+    """Return the float32 array of ``length`` elements at an address."""
     return carray(_pointer(address), (length,), np.float32)

@@ -1,4 +1,4 @@
-"""Vector code that Numba's own loops do not give: parts of it, and products whose sums stay in registers."""
+"""SIMD code that Numba does not generate from loops: helpers, and matrix products with accumulators in registers."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,36 +18,36 @@ _OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "nsz", "arcp"}, 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 _VECTOR = 16 if "+avx512f" in FEATURES else 8
 _VECTORS = 4 if "+avx512f" in FEATURES else 2
-"""float32 numbers of a register, and registers of columns in a product: with six rows, all sums fit."""
+"""float32 lanes per register, and registers of columns per block of a product: with six rows, all sums fit."""
 
 _ROWS, _DOT_ROWS, _DOTS = 6, 3, 4
-"""Rows of a product's block; rows and columns of a block of dot products."""
+"""Rows per block of a product; rows and columns per block of dot products."""
 
 LEAST = np.finfo(np.float32).min
-"""Score of a slot that is not attended to."""
+"""Score of a masked slot."""
 
 BYTE, SHORT, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def _version(function: Callable[..., Any]) -> str:
-    """Hash of this package's sources and of those beside a function: Numba checks the function's own file alone."""
+    """Hash this package's sources and those beside a function: Numba's cache only checks the function's file."""
     sources = {*Path(__file__).parents[1].rglob("*.py"), *Path(function.__code__.co_filename).parent.glob("*.py")}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:16]
 
 
 def called(function: Callable[..., Any]) -> Any:
-    """The function as one of C, which takes an address; compiled at once, and kept on disk."""
+    """Compile a function now to a C function that takes an address, cached on disk."""
     function.__qualname__ += f"_{_version(function)}"
     return numba.cfunc(types.void(types.voidptr), cache=True, **_OPTIONS)(function)
 
 
 def nested(function: Callable[..., Any]) -> Any:
-    """A function that compiled ones call."""
+    """Mark a function that compiled functions call."""
     return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
 
 
 def address_at(builder: Any, base: Any, kind: Any, *terms: tuple[Any, Any]) -> Any:
-    """Pointer at a base address plus products of index and bytes."""
+    """Return the pointer at a base address plus products of index and size in bytes."""
     for index, size in terms:
         index = ir.Constant(LONG, index) if isinstance(index, int) else index
         size = ir.Constant(LONG, size) if isinstance(size, int) else size
@@ -56,19 +56,19 @@ def address_at(builder: Any, base: Any, kind: Any, *terms: tuple[Any, Any]) -> A
 
 
 def splat(builder: Any, number: Any, lanes: int) -> Any:
-    """Vector of a number."""
+    """Return a vector with a value in every lane."""
     kind = ir.VectorType(number.type, lanes)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(INT, lanes), None))
 
 
 def constant(kind: Any, value: float, lanes: int) -> Any:
-    """Vector of a constant."""
+    """Return a vector with a constant in every lane."""
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
 def bit_set(builder: Any, vector: Any, bit: int) -> Any:
-    """Where a bit of a vector's integers is set."""
+    """Return the mask of lanes whose integer has a bit set."""
     kind = vector.type.element, vector.type.count
     return builder.icmp_unsigned(
         "!=", builder.and_(vector, constant(kind[0], bit, kind[1])), ir.Constant(vector.type, None)
@@ -76,12 +76,12 @@ def bit_set(builder: Any, vector: Any, bit: int) -> Any:
 
 
 def chosen(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
-    """Those lanes of two vectors."""
+    """Shuffle two vectors: select these lanes of their concatenation."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
 
 
 def _over_lanes(builder: Any, vector: Any, what: str) -> Any:
-    """Sum or maximum of the lanes of a vector of float32."""
+    """Return the sum or the maximum over the lanes of a float32 vector."""
     lanes = vector.type.count
     while lanes > 1:
         lanes //= 2
@@ -92,7 +92,7 @@ def _over_lanes(builder: Any, vector: Any, what: str) -> Any:
 
 
 def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Add products of neighboring integers of 16 bits, in pairs, to integers of 32 bits; a processor's instruction."""
+    """Add sums of pairs of products of neighboring int16 lanes to int32 lanes (the ``pmaddwd`` instruction)."""
     lanes = 2 * _VECTOR
     short, wide = ir.VectorType(SHORT, lanes), ir.VectorType(INT, _VECTOR)
     left, right = builder.bitcast(left, short), builder.bitcast(right, short)
@@ -113,9 +113,9 @@ def _add_madd(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _product(rows: int, integers: bool) -> Any:
-    """Write (rows, inner) times (inner, columns), columns a multiple of the block's: addresses and bytes a row.
+    """Write (rows, inner) times (inner, columns), given as addresses and bytes per row; columns fill whole blocks.
 
-    Of float32; or of pairs of 16-bit integers, each pair counting as one, to sums of 32-bit integers.
+    Elements are float32, or pairs of int16 that count as one element, with int32 sums.
     """
     number = INT if integers else FLOAT
 
@@ -175,7 +175,7 @@ def _product(rows: int, integers: bool) -> Any:
 
 
 def _by_rows(integers: bool) -> Any:
-    """Products of any number of rows."""
+    """Return a product for any number of rows."""
     _1, _2, _3, _4, _5, _6 = (_product(rows, integers) for rows in range(1, _ROWS + 1))
 
     @nested
@@ -201,16 +201,16 @@ def _by_rows(integers: bool) -> Any:
     return product
 
 
-# Write the product of (rows, inner) and (inner, columns), columns a multiple of 64; of float32, or of pairs of
-# integers.
+# Write the product of (rows, inner) and (inner, columns), with columns a multiple of 64; of float32, or of pairs of
+# int16.
 multiply, multiply_pairs = _by_rows(False), _by_rows(True)
 
 
 def _sum_of_four(builder: Any, vectors: list[Any]) -> Any:
-    """Sums over the lanes of four vectors of integers, as a vector of four."""
+    """Return the sums over the lanes of four integer vectors, as a vector of four."""
 
     def paired(first: Any, second: Any) -> Any:
-        """Sums of neighboring lanes, of the first and then the second, in each four lanes."""
+        """Return sums of neighboring lanes: in each group of four, two of the first, then two of the second."""
         even = [
             base + lane % 2 * 2 + (_VECTOR if lane > 1 else 0) for base in range(0, _VECTOR, 4) for lane in range(4)
         ]
@@ -227,9 +227,9 @@ def _sum_of_four(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _dots(rows: int) -> Any:
-    """Add dot products of rows of 16-bit integers with four of the right, each times a factor of its row, to float32.
+    """Add dot products of int16 rows with four rows of the right, scaled by a factor per left row, to float32.
 
-    Columns are a multiple of twice a vector's lanes; a row's factor is a float32 at an address.
+    Columns are a multiple of twice a vector's lanes; factors are float32 at an address.
     """
 
     @intrinsic
@@ -280,7 +280,7 @@ _dots_1, _dots_2, _dots_3 = (_dots(rows) for rows in (1, 2, 3))
 
 @nested
 def add_dots(rows, count, columns, left, left_row, right, right_row, out, out_row, factors):
-    """Add (rows, columns) times the transpose of (count, columns), of 16-bit integers, and times each row's factor."""
+    """Add (rows, columns) times the transpose of (count, columns), both int16, times a factor per row, to float32."""
     blocks = (rows + _DOT_ROWS - 1) // _DOT_ROWS
     for each in range(0, count, _DOTS):
         own = right + each * right_row
@@ -298,7 +298,7 @@ def add_dots(rows, count, columns, left, left_row, right, right_row, out, out_ro
 
 @intrinsic
 def _half_at(context: Any, address: Any) -> Any:
-    """A float16 in memory, as float32."""
+    """Load a float16 from an address as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = builder.load(builder.inttoptr(arguments[0], ir.IntType(16).as_pointer()), align=2)
@@ -309,7 +309,7 @@ def _half_at(context: Any, address: Any) -> Any:
 
 @intrinsic
 def _bfloat_at(context: Any, address: Any) -> Any:
-    """A bfloat16 in memory, as float32: its upper half."""
+    """Load a bfloat16 from an address as float32, of which it is the upper half."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = builder.load(builder.inttoptr(arguments[0], ir.IntType(16).as_pointer()), align=2)
@@ -321,7 +321,7 @@ def _bfloat_at(context: Any, address: Any) -> Any:
 
 @intrinsic
 def _float_at(context: Any, address: Any) -> Any:
-    """A float32 in memory."""
+    """Load a float32 from an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], FLOAT.as_pointer()), align=4)
@@ -331,7 +331,7 @@ def _float_at(context: Any, address: Any) -> Any:
 
 @nested
 def as_float(kind, address, count, out):
-    """Read numbers of a type (0: float32, 1: bfloat16, 2: float16) into a float32 array."""
+    """Read ``count`` values of a dtype (0: float32, 1: bfloat16, 2: float16) into a float32 array."""
     if kind == 0:
         for i in range(count):
             out[i] = _float_at(address + 4 * i)
@@ -345,7 +345,7 @@ def as_float(kind, address, count, out):
 
 @intrinsic
 def _number_of(context: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """Reinterpret int32 bits as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], FLOAT)
@@ -355,7 +355,7 @@ def _number_of(context: Any, bits: Any) -> Any:
 
 @intrinsic
 def scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
-    """Write products of float32, a multiple of 16, and return their sum and their maximum, in this order at ``out``."""
+    """Write elementwise float32 products to ``out``; return their sum and maximum; ``count`` is a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, scales, count, out = arguments
@@ -379,7 +379,7 @@ def scaled(context: Any, values: Any, scales: Any, count: Any, out: Any) -> Any:
 
 @intrinsic
 def to_integers(context: Any, values: Any, factor: Any, count: Any, out: Any) -> Any:
-    """Write float32 at an address times a factor, none negative, at most 32,767, as int16; a multiple of 16."""
+    """Write float32 times a factor, rounded to int16; products must be 0 to 32,767, and ``count`` a multiple of 16."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, factor, count, out = arguments
@@ -397,7 +397,7 @@ def to_integers(context: Any, values: Any, factor: Any, count: Any, out: Any) ->
 
 @intrinsic
 def _largest(context: Any, values: Any, count: Any, floor: Any) -> Any:
-    """Largest of float32 at an address, a multiple of 16 of them, or the floor."""
+    """Return the maximum of the floor and a multiple of 16 float32 at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, count, floor = arguments
@@ -415,7 +415,7 @@ def _largest(context: Any, values: Any, count: Any, floor: Any) -> Any:
 
 @nested
 def largest(values, floor):
-    """Largest of some float32, or the floor."""
+    """Return the maximum of the floor and a float32 array."""
     whole = len(values) // 16 * 16
     top = _largest(values.ctypes.data, whole, floor)
     for j in range(whole, len(values)):
@@ -425,7 +425,7 @@ def largest(values, floor):
 
 _LOG2_E, _LOWEST = np.float32(1.4426950408889634), np.float32(-126.0)
 _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
-# Taylor's coefficients of 2^x, enough for float32 on half a power to either side.
+# Taylor coefficients of 2^x, accurate to float32 for |x| <= 1/2.
 _C1, _C2, _C3 = np.float32(0.6931471805599453), np.float32(0.24022650695910072), np.float32(0.05550410866482158)
 _C4, _C5, _C6 = np.float32(0.009618129107628477), np.float32(0.0013333558146428443), np.float32(0.00015403530393381608)
 
@@ -439,7 +439,7 @@ def exponentials(values, peak):
         integer = np.int32(power - _HALF)
         x = power - np.float32(integer)
         fraction = _ONE + x * (_C1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
-        # A float whose mantissa is zero is a power of two; the lowest stands for zero.
+        # A float32 with zero mantissa bits is a power of two; the lowest power is replaced by zero.
         value = fraction * _number_of((integer + np.int32(127)) << np.int32(23))
         values[j] = value if power > _LOWEST else _ZERO
         total += values[j]
