@@ -7,9 +7,6 @@ IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 export DVC_NO_ANALYTICS := 1
 # Where an environment forbids bytecode, each of some twenty processes would compile torch and transformers again.
 export PYTHONDONTWRITEBYTECODE :=
-# By default glibc gives large blocks back as they are freed, and zeroing their pages again takes a sixth of a pass.
-export MALLOC_MMAP_THRESHOLD_ := 4294967296
-export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .PHONY: setup reproduce grid grids suites frontier models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
 	gpu-models gpu-page gpu-wheels lint constraints clean
