@@ -18,7 +18,7 @@ def suite(run: Stage, name: Annotated[str, typer.Argument(help=f"One of {', '.jo
     from transformers import AutoTokenizer
 
     if name not in SUITES:
-        raise ParameterError(f"{name!r} is no suite; choose one of {', '.join(SUITES)}.")
+        raise ParameterError(f"{name!r} is not a suite; choose one of {', '.join(SUITES)}.")
     run.name = name
     folders = {"dense": run.model().folder, "compressed": run.data / "compressed"}
     tasks = SUITES[name](run.params, folders["dense"])

@@ -90,7 +90,7 @@ def test_other_kinds_of_caches_are_refused() -> None:
 
     with pytest.raises(UnsupportedModelError, match="class Own cannot hold coded layers"):
         coded_model()(token_ids(), past_key_values=Own(), use_cache=True)
-    raises(UnsupportedModelError, "the model uses none", codec_cache, dense())
+    raises(UnsupportedModelError, "the model has no codec", codec_cache, dense())
 
 
 def test_other_batches_are_refused() -> None:
@@ -185,7 +185,7 @@ def test_tokens_within_the_slack_are_taken_back_exactly(family: str, ends: Any) 
 def test_more_than_the_slack_warns_and_stays_close(ends: Any) -> None:
     model, ids = coded_model(bits=8), token_ids()
     _, cache = in_chunks(model, ids, [60])
-    with pytest.warns(UserWarning, match=f"45 tokens were taken back, more than the {SLACK}"):
+    with pytest.warns(UserWarning, match=f"45 tokens were removed, more than the {SLACK}"):
         cache.crop(-45)
     found, _ = in_chunks(model, ids, ends, cache)
     assert_agree(found, one_pass(model, ids)[:, 15:], 0.01)
@@ -195,7 +195,7 @@ def test_sinks_stay_exact_behind_a_deep_crop() -> None:
     """A chunk reads them as tokens one by one do."""
     model, ids = coded_model(bits=2), token_ids()
     _, cache = in_chunks(model, ids, [60])
-    with pytest.warns(UserWarning, match="taken back"):
+    with pytest.warns(UserWarning, match="tokens were removed"):
         cache.crop(-50)
     copied = copy.deepcopy(cache)
     whole, one_by_one = in_chunks(model, ids, [20], cache)[0], in_chunks(model, ids, range(11, 21), copied)[0]
@@ -215,7 +215,7 @@ def test_all_tokens_may_be_taken_back() -> None:
 def test_more_tokens_than_there_are_cannot_be_taken_back() -> None:
     model, ids = coded_model(), token_ids()
     _, cache = in_chunks(model, ids, [20])
-    raises(ParameterError, "21 tokens cannot be taken back of 20", cache.crop, -21)
+    raises(ParameterError, "21 tokens cannot be removed from a cache of 20", cache.crop, -21)
     raises(ValueError, "negative", cache.crop, 5)
     assert cache.get_seq_length() == 20
 
@@ -229,7 +229,7 @@ def test_what_slid_out_is_taken_back_where_it_was_recorded() -> None:
     in_chunks(model, ids, [20], cache)
     cache.activate_past_recording()
     in_chunks(model, ids, range(21, 121), cache)
-    with pytest.warns(UserWarning, match="taken back"):
+    with pytest.warns(UserWarning, match="tokens were removed"):
         cache.crop(-60)
     found, _ = in_chunks(model, ids, [61, *range(62, 121)], cache)
     assert_agree(found, one_pass(model, ids)[:, 60:], 0.05, 0.2)
@@ -430,7 +430,7 @@ def test_static_caches_begin_without_dense_keys_and_batches_are_not_continuous()
     assert shape is not None
     use_codec(model, codec_of())
     assert model._get_static_cache_init_shape() is None
-    raises(UnsupportedModelError, "continuous batching keeps a cache of its own", model.init_continuous_batching)
+    raises(UnsupportedModelError, "continuous batching uses its own cache", model.init_continuous_batching)
     assert stop_codec(model)._get_static_cache_init_shape() == shape
 
 

@@ -274,7 +274,7 @@ KEYS, VALUES, PAIRS = "layers.0.key_mean", "layers.0.value_mean", "layers.0.pair
         (lambda p: changed_tensors(p, lambda t: t.update({KEYS: torch.zeros(2, 8)})), "do not cover its heads"),
         (lambda p: changed_tensors(p, lambda t: t.update({VALUES: torch.zeros(6, 4)})), "do not cover its heads"),
         (lambda p: changed_tensors(p, lambda t: t.update({PAIRS: t[PAIRS].int()})), "pairs of layers.0 do not cover"),
-        (lambda p: changed_tensors(p, lambda t: t.update({KEYS: t[KEYS].half()})), "are of other types"),
+        (lambda p: changed_tensors(p, lambda t: t.update({KEYS: t[KEYS].half()})), "have other dtypes"),
         (lambda p: changed_tensors(p, lambda t: t["layers.0.frequencies"].fill_(float("inf"))), "NaN or infinity"),
         *((lambda p, n=n: changed_record(p, lambda r: r.update(sinks=n)), "is damaged") for n in (-4, 1.5, "4", None)),
         *((lambda p, n=n: changed_record(p, lambda r: r.update(window=n)), "is damaged") for n in (0, 10**9)),
@@ -288,7 +288,7 @@ def test_a_damaged_codec_is_refused(codec: Codec, tmp_path: Path, damage: Any, m
 
 
 def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere is no folder; name the one that `recalkv fit` wrote"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; name the one that `recalkv fit` wrote"):
         Codec.load(tmp_path / "nowhere")
 
 

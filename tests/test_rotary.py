@@ -79,7 +79,7 @@ def test_packed_sequences_want_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flash attention has none, and what attends over latents goes by it."""
     ids, positions = windows(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
     monkeypatch.setattr(model().config, "_attn_implementation_internal", "flash_attention_2")
-    with pytest.raises(ParameterError, match="'flash_attention_2' tells packed sequences apart"):
+    with pytest.raises(ParameterError, match="'flash_attention_2' separates packed sequences"):
         model()(ids, position_ids=positions, use_cache=False)
 
 

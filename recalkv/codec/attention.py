@@ -24,9 +24,7 @@ def check_supported(module: Any, further: dict[str, Any]) -> None:
             f"model with RoPE or without position biases."
         )
     if further.get("cache") is not None:
-        raise UnsupportedModelError(
-            "codec: transformers' continuous batching keeps a cache of its own; use `generate()`."
-        )
+        raise UnsupportedModelError("codec: transformers' continuous batching uses its own cache; use `generate()`.")
 
 
 def dense_attention(

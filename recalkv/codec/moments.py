@@ -167,7 +167,7 @@ def take_moments(
             progress("means", number + 1, prior)
     if not sums.sides:
         raise UnsupportedModelError(
-            f"codec: no layer of {type(model).__name__} hands keys and values to transformers' attention interface."
+            f"codec: no layer of {type(model).__name__} passes keys and values to transformers' attention interface."
         )
     sums.finish_means(heads)
     sampler = torch.Generator("cpu").manual_seed(seed)

@@ -61,7 +61,7 @@ def set_attention(model: Any, name: str) -> None:
     try:
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
-            raise ValueError("it keeps its own, eager attention")
+            raise ValueError("it has its own eager attention")
     except (ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"codec: {type(model).__name__} does not use transformers' attention interface ({error}); only models that "

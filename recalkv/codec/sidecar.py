@@ -314,7 +314,7 @@ class Codec:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise CheckpointError(f"codec: {folder} is no folder; name the one that `recalkv fit` wrote.")
+            raise CheckpointError(f"codec: {folder} is not a folder; name the one that `recalkv fit` wrote.")
         try:
             record = json.loads((folder / _RECORD).read_text())
             tensors = load_file(folder / _TENSORS)
@@ -366,7 +366,7 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
         raise CheckpointError(f"codec: pairs of {name} do not cover a key of {means[0].shape[1]}; fit again.")
     found = [rotation.frequencies, *means, *(code.matrix for codes in sides for code in codes)]
     if [each.dtype for each in found] != [torch.float64] + [torch.float32] * (len(found) - 1):
-        raise CheckpointError(f"codec: tensors of {name} are of other types than the codec's; fit again.")
+        raise CheckpointError(f"codec: tensors of {name} have other dtypes than the codec's; fit again.")
     try:
         found += [code.back for codes in sides for code in codes]
     except torch.linalg.LinAlgError as error:

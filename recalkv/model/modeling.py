@@ -137,7 +137,7 @@ def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # Flash attention finds packed sequences by their positions; attention over latents relies on the mask.
     if mask is None and "flash" in function and bool((positions.diff(dim=-1) != 1).any()):
         raise ParameterError(
-            f"attn_implementation={function!r} tells packed sequences apart without a mask, which latents want; use "
+            f"attn_implementation={function!r} separates packed sequences without a mask, which latents need; use "
             f"attn_implementation='sdpa'."
         )
 

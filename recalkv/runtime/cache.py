@@ -136,7 +136,7 @@ class CodecLayer(CacheLayerMixin):
         """Accept new tokens; the attention function, which knows masks and positions, stores them by :meth:`append`."""
         if self.pending is not None or self.awaited is False:
             raise UnsupportedModelError(
-                "codec: keys and values were handed to the cache and not to recalkv's attention function; call "
+                "codec: keys and values reached the cache but not recalkv's attention function; call "
                 "`recalkv.use_codec(model, codec)` on the model that uses this cache."
             )
         if not self.is_initialized:
@@ -356,22 +356,22 @@ class CodecLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens; ``tokens_to_remove`` is minus their number."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back as a negative number.")
+            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number.")
         left = self.length + tokens_to_remove
         if not self.is_initialized or tokens_to_remove == 0:
             self.recorded = self.length
             return
         if left < 0:
-            raise ParameterError(f"codec: {-tokens_to_remove} tokens cannot be taken back of {self.length}.")
+            raise ParameterError(f"codec: {-tokens_to_remove} tokens cannot be removed from a cache of {self.length}.")
         window = self.sliding_window
         if window is not None and max(0, left - window + 1) < self.base:
             raise RuntimeError(
                 f"codec: a sliding layer keeps {SLACK} tokens beyond its window of {window}, and {-tokens_to_remove} "
-                f"are taken back; call `activate_past_recording()` on the cache before they are added."
+                f"are removed; call `activate_past_recording()` on the cache before they are added."
             )
         if left and self.written - left > SLACK:
             warnings.warn(
-                f"codec: {self.written - left} tokens were taken back, more than the {SLACK} that are kept exact "
+                f"codec: {self.written - left} tokens were removed, more than the {SLACK} that are kept exact "
                 f"beyond the window: some of the newest {self.window} are read from their rows until as many have "
                 f"come.",
                 stacklevel=2,

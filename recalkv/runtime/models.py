@@ -29,8 +29,7 @@ from recalkv.runtime.row_attention import kernel
 
 def _no_continuous_batching(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedModelError(
-        "codec: transformers' continuous batching keeps a cache of its own; use `generate()`, or vLLM "
-        "(examples/serve.md)."
+        "codec: transformers' continuous batching uses its own cache; use `generate()`, or vLLM (examples/serve.md)."
     )
 
 
@@ -178,7 +177,7 @@ def codec_cache(model: Any, **settings: Any) -> Cache:
     """Return an empty cache of coded layers for a model that uses a codec, to be passed as ``past_key_values``."""
     base, own = _base(model), codec_of(model)
     if own is None:
-        raise UnsupportedModelError("codec: the model uses none; call `recalkv.use_codec(model, codec)` before.")
+        raise UnsupportedModelError("codec: the model has no codec; call `recalkv.use_codec(model, codec)` first.")
     return coded(DynamicCache(config=base.config, **settings), own)
 
 

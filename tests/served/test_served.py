@@ -364,7 +364,7 @@ def said() -> dict[str, str]:
         ("backend", "attention_backend=CPU_ATTN cannot read"),
         ("other", "was fitted to a model of fingerprint"),
         ("rope", "was fitted to a model with RoPE"),
-        ("nowhere", "nowhere is no folder"),
+        ("nowhere", "nowhere is not a folder"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: str, message: str, said: dict[str, str]) -> None:
