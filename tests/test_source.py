@@ -117,7 +117,7 @@ def test_unsupported_models_cost_no_download(hub: Hub, tmp_path: Path, changes: 
 
 
 def test_unreachable_id_names_id_revision_and_remedies(tmp_path: Path, offline: Mock) -> None:
-    message = r"model\.id='no/where' \(revision v1\) .*ConnectionError.*check the id .*model\.id=embedded or a local"
+    message = r"model 'no/where' \(revision v1\) .*ConnectionError.*check the id .*or use `embedded` or a local"
     raises(ModelUnavailableError, message, resolve_model, "no/where", "v1", tmp_path)
     refuse(ModelUnavailableError, r"\(revision default\)", "no/where", tmp_path)
     assert [call.args[0] for call in offline.call_args_list] == ["no/where", "no/where"]
