@@ -17,6 +17,7 @@ from recalkv.runtime import prefill
 from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.decode import decode_step
 from recalkv.runtime.mask_cache import of_mask
+from recalkv.runtime.positions import check_axes
 
 NAME = "recalkv_codec"
 
@@ -151,25 +152,6 @@ def _check_causal(mask: Tensor, count: int) -> None:
         raise UnsupportedModelError(message)
 
 
-def check_positions(module: Any, positions: Tensor) -> None:
-    """Refuse multimodal RoPE positions (axes, batch, tokens) that differ between axes; those of text do not.
-
-    Raises
-    ------
-    UnsupportedModelError
-    """
-    # If there are four axes, the first holds text positions for masks.
-    same = (positions[-3:] == positions[-3:-2]).all()
-    message = (
-        f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers a token (multimodal RoPE), "
-        f"from which the mean key cannot be taken off; only text can be served."
-    )
-    if torch.compiler.is_compiling():
-        torch._assert_async(same, message)
-    elif not bool(same):
-        raise UnsupportedModelError(message)
-
-
 def _given(query: Tensor) -> Tensor | None:
     """Return the positions of a pass without a cache, for models that do not pass them to their attention."""
     positions: Tensor | None = None if torch.compiler.is_compiling() else getattr(GIVEN, "positions", None)
@@ -182,7 +164,7 @@ def _positions(module: Any, positions: Tensor | None, count: int) -> Tensor | No
     if positions is None:
         return None
     if positions.dim() == 3:
-        check_positions(module, positions)
+        check_axes(module, positions)
         positions = positions[0]
     return positions[..., -count:]
 

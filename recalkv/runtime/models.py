@@ -2,7 +2,6 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from recalkv.codec.context import check_rope, model_fingerprint
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
-from recalkv.runtime.attention import GIVEN, NAME, check_positions
+from recalkv.runtime.attention import GIVEN, NAME
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.positions import check_axes, check_lengths, check_packed, check_slots, widest_mask
 from recalkv.runtime.row_attention import kernel
 
 
@@ -258,98 +258,6 @@ def _attends(module: Any) -> bool:
     return hasattr(module, "layer_idx") and module.layer_idx is not None and not isinstance(module, nn.ModuleList)
 
 
-def _widest(mask: Any, layers: Sequence[CodecLayer], count: int) -> tuple[Any, int | None]:
-    """Return the mask that covers the most slots, up to ``count`` new ones, among the masks of the layer types.
-
-    Returns
-    -------
-    The mask, and its column of the first new token; None without a cache, where the new tokens are the last columns.
-    """
-    start, layer = (layers[0].length, layers[0]) if layers else (0, None)
-    if isinstance(mask, Mapping):
-        kinds = sorted(mask, key=lambda kind: kind != "full_attention")
-        kind = next((each for each in kinds if isinstance(mask[each], Tensor)), None)
-        mask = None if kind is None else mask[kind]
-        layer = next((each for each in layers if each.is_sliding == (kind != "full_attention")), None)
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        mask = mask[:, : start + count]  # it may cover future slots
-    skipped = 0 if layer is None else layer.get_mask_sizes(count)[1]
-    return mask, start - skipped if layers else None
-
-
-def _check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
-    """Refuse positions (batch or 1, tokens) that do not continue those of a sequence's cached tokens.
-
-    Raises
-    ------
-    ParameterError
-    """
-    count = positions.shape[-1]
-    # Skip single tokens on a GPU: the check would need a device sync, and their positions follow from the prompt's.
-    if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
-        return
-    assert layer.offset is not None
-    wanted = layer.length + torch.arange(count, device=positions.device) + layer.offset[:, None].to(positions.device)
-    wrong = positions != wanted
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        wrong &= mask[:, -count:].bool().to(wrong.device)
-    if bool(wrong.any()):
-        own, here = (int(each.expand_as(wrong)[wrong][0]) for each in (positions, wanted))
-        raise ParameterError(
-            f"codec: position_ids give {own} where a sequence's slots give {here}; pad before the first token of a "
-            f"sequence alone, or use a cache for each sequence."
-        )
-
-
-def _check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
-    """Refuse positions (batch or 1, tokens) that are not consecutive from token to token, except for padding.
-
-    Parameters
-    ----------
-    start
-        Column of the first token in a four-dimensional mask; None if the tokens are its last columns.
-
-    Raises
-    ------
-    ParameterError
-    """
-    count = positions.shape[1]
-    if count == 1 or not (mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4))):
-        return
-    wrong = positions.diff(dim=1) != 1
-    if mask is not None and mask.dim() == 2:
-        seen = mask[:, -count:].bool().to(wrong.device)
-        if seen.shape[1] == count:
-            wrong = wrong & seen[:, 1:] & seen[:, :-1]
-    elif mask is not None:
-        begin = mask.shape[-1] - count if start is None else start
-        seen = mask[..., max(0, begin) : begin + count].to(wrong.device)
-        if seen.shape[-2:] == (count, count):
-            seen = (seen if seen.dtype == torch.bool else seen == 0).any(1)
-            # A token that no later token sees is padding or a sequence of one token: it reads nothing coded.
-            wrong = wrong & seen.any(1)[:, :-1] & seen.tril(-1).any(1)[:, 1:]
-    if bool(wrong.any()):
-        raise ParameterError(
-            "codec: position_ids restart or leave out positions between a sequence's tokens, and keys are coded by "
-            "where they stand; pass packed sequences one by one, and pad before the first token alone."
-        )
-
-
-def _check_lengths(layers: Sequence[CodecLayer]) -> None:
-    """Refuse a cache whose layers differ in length, as after a failed pass.
-
-    Raises
-    ------
-    ParameterError
-    """
-    lengths = sorted({layer.length for layer in layers})
-    if len(lengths) > 1:
-        raise ParameterError(
-            f"codec: layers of the cache hold {' and '.join(map(str, lengths))} tokens, since a pass ended between "
-            f"them; give a copy of the cache from before it, or a new one."
-        )
-
-
 class _CacheHook:
     """Forward pre-hook that gives a model a cache of coded layers if it is to use a cache."""
 
@@ -375,16 +283,16 @@ class _CacheHook:
         if cache is not None:
             kwargs["past_key_values"] = coded(cache, self.codec)
         if positions is not None and positions.dim() == 3:
-            check_positions(module, positions)
+            check_axes(module, positions)
             positions = None
         if torch.compiler.is_compiling():
             return args, kwargs
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
-        _check_lengths(layers)
+        check_lengths(layers)
         mask = kwargs.get("attention_mask")
         if positions is not None:
-            mask, begin = _widest(mask, layers, positions.shape[-1])
-            _check_packed(positions, mask, begin)
+            mask, begin = widest_mask(mask, layers, positions.shape[-1])
+            check_packed(positions, mask, begin)
         if cache is None:
             GIVEN.positions = positions
         else:
@@ -392,7 +300,7 @@ class _CacheHook:
             for layer in layers:
                 layer.given = positions
             if layers and positions is not None:
-                _check_slots(layers[0], positions, mask)
+                check_slots(layers[0], positions, mask)
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
