@@ -27,7 +27,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     page = Path("reports/frontier.md").read_text()
     assert "| **ours-4** |" in page and "| fp8 | 8.00 |" in page
     assert Path("reports/frontier.png").read_bytes().startswith(b"\x89PNG")
-    # Existing files are kept, and a stage without cells to show writes none.
+    # A stage without cells to show fails and leaves its files as they were.
     for stage, name in (("frontier", "other"), ("table", "grid")):
         assert invoke(stage, name=name, **({"title": "A grid"} if stage == "table" else {})) == 1
     assert not [*Path("reports").rglob("other.*"), *Path("reports").rglob("grid.*")]

@@ -72,7 +72,7 @@ def test_memory_stays_where_it_is() -> None:
 
 @torch.no_grad()
 def test_what_beams_took_is_not_written_over() -> None:
-    """A deep copy of a layer does not share memory with it, so cropping and appending change neither's older keys."""
+    """Changes of a layer leave its deep copy unchanged, and appending to the copy keeps the copy's older keys."""
     layer = GrowingLayer()
     layer.update(*states(10))
     twin = copy.deepcopy(layer)

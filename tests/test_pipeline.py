@@ -44,7 +44,7 @@ def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished
     assert not (project / "data/activations").exists() and "perplexity" in dvc(project, "metrics", "show")
     again = dvc(project, "repro")
     assert "Running stage" not in again and "up to date" in again
-    # The cost of a run is recorded, and a change of it reruns nothing.
+    # The cost of a run is recorded, and reruns nothing.
     timings = json.loads((project / "reports/timings.json").read_text())
     # A cell runs with parameters other than those of the file, and does not count as a stage.
     assert set(timings) == {*STAGES} - {"cell"}

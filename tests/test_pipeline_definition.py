@@ -114,7 +114,7 @@ def outputs(stage: dict[str, Any]) -> list[str]:
 def test_a_stage_tracks_the_parameters_that_it_reads_and_no_others(stage: str, finished: Finished) -> None:
     sections = {each.partition(".")[0] for each in in_pipeline(stage).get("params", [])}
     read = finished.seen[stage]["params"] & set(Params.model_fields)
-    # The device changes results only by rounding, but latency measures its speed and machine records its name.
+    # Where a stage runs changes results only by rounding, but latency measures just that, and machine records it.
     assert sections == {"latency": read, "machine": read | {"runtime"}}.get(stage, read - {"runtime"})
 
 

@@ -174,7 +174,7 @@ def small(name: str, **changes: Any) -> CacheQuantizer:
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        # Not the scales of whole layers, which depend on the text so far: in one pass, on all of it.
+        # Quantizers with whole-layer scales are left out: in one pass, those scales are taken from the whole text.
         *(("llama-gqa", name) for name in sorted(QUANTIZERS.keys() - {"fp8-tensor", "nvfp4"})),
         *itertools.product(["qwen3-qk-norm", "gemma2-softcap", "gpt-oss-sinks"], ["fp8", "kivi-4"]),
     ],

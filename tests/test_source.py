@@ -306,7 +306,7 @@ def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
 
 
 def test_record_of_a_hub_model_holds_elsewhere(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record of a hub model holds on another machine, where `dvc pull` brings it before or without the model."""
+    """The record of a hub model holds on a machine with the model in another place or not yet, as after `dvc pull`."""
     snapshot, calls = hub
     record = recorded("someone/model", tmp_path)
     assert str(tmp_path) not in (record / "source.json").read_text()
