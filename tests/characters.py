@@ -1,4 +1,4 @@
-"""A tokenizer that stands for others."""
+"""A minimal tokenizer for tests."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 
 
 class Characters:
-    """Of single characters.
+    """Tokenizer whose tokens are single characters.
 
     Parameters
     ----------
     mark
-        What stands before a text where special tokens are asked for.
+        Prefix of every text when special tokens are requested.
     """
 
     chat_template: str | None = None

@@ -1,4 +1,4 @@
-"""Tiny models that use a codec, fitted once for all test files of a process."""
+"""Tiny models that use a codec, fitted once per process for all test files."""
 
 import dataclasses
 import functools
@@ -16,16 +16,16 @@ from recalkv.runtime.models import use_codec
 from tests import tiny
 
 WINDOW = 8
-"""Newest exact tokens: few, so that most of a short sequence is read from rows."""
+"""Newest tokens that are exact: few, so that most of a short sequence is read from rows."""
 
 RANGE = 0.08
-"""Of the weights: larger ones make random models chaotic, so that rounding is all that tests see."""
+"""Initializer range: larger weights make random models chaotic, so that tests would see nothing but rounding."""
 
 FAMILIES = (
     "llama-mha", "llama-gqa", "qwen2-bias", "mistral-sliding", "gemma2-softcap", "gemma3",
     "gpt-oss-sinks", "glm-partial", "ernie4.5", "smollm3-nope", "gpt2", "qwen3-next-hybrid",
 )  # fmt: skip
-"""What models hand to their attention: every kind that there is."""
+"""Families that cover every kind of argument that models pass to their attention."""
 
 
 @torch.inference_mode(False)
@@ -43,9 +43,9 @@ def fit(
 
 
 def dense(family: str = "llama-gqa", **changes: Any) -> Any:
-    """A random float32 model without a codec."""
+    """Build a random float32 model without a codec."""
     if family != "gpt2":
-        # Scores of normed queries and keys would be larger than those of trained models.
+        # Scores of normalized queries and keys would be larger than in trained models.
         own = {"query_pre_attn_scalar": 24} if family.startswith("gemma") else {}
         return tiny.dense_model(family, initializer_range=RANGE, **own | changes)
     sizes = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "vocab_size": tiny.VOCABULARY}
@@ -55,46 +55,46 @@ def dense(family: str = "llama-gqa", **changes: Any) -> Any:
 
 @functools.cache
 def codec_of(family: str = "llama-gqa", bits: float = 4) -> Codec:
-    """Its codec, of few exact tokens."""
+    """Return the codec of :func:`dense` for a family, with few exact tokens."""
     return dataclasses.replace(fit(dense(family), tiny.windows(), bits, context=256), window=WINDOW)
 
 
 def mean_keys(layer: LayerCodec, positions: Tensor) -> Tensor:
-    """Mean keys after RoPE of positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
+    """Return the mean keys after RoPE at positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
     mean = layer.key_mean[:, None].expand(-1, positions.shape[-1], -1)
     return layer.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
 
 
 def packed(layer: LayerCodec, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Rows (batch, tokens, row bytes) of keys after RoPE and values, (batch, kv heads, tokens, d), by definition."""
+    """Pack keys after RoPE and values, (batch, kv heads, tokens, d), by definition: (batch, tokens, row bytes)."""
     return layer.pack_centered(keys.float() - mean_keys(layer, positions), values.float() - layer.value_mean[:, None])
 
 
 def unpacked(layer: LayerCodec, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, float32, of rows."""
+    """Unpack rows to float32 keys after RoPE and values."""
     keys, values = layer.unpack_centered(rows)
     return keys + mean_keys(layer, positions), values + layer.value_mean[:, None]
 
 
 def coded_model(family: str = "llama-gqa", bits: float = 4) -> Any:
-    """A new model that uses its codec."""
+    """Build a new model that uses its codec."""
     return use_codec(dense(family), codec_of(family, bits))
 
 
 def token_ids(batch: int = 6, length: int = 60, seed: int = 5) -> Tensor:
-    """Random tokens, special ones left out."""
+    """Draw random tokens without special ones."""
     return torch.randint(3, tiny.VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def one_pass(model: Any, ids: Tensor, **further: Any) -> Tensor:
-    """Logits of one pass without a cache."""
+    """Return the logits of one pass without a cache."""
     return model(ids, use_cache=False, **further).logits
 
 
 @torch.no_grad()
 def in_chunks(model: Any, ids: Tensor, ends: Iterable[int], cache: Any = None, **masks: Tensor) -> tuple[Tensor, Any]:
-    """Logits of chunks that end there, and the cache; masks and positions are those of all tokens."""
+    """Feed tokens in chunks with these ends; return logits and cache. Masks and positions are those of all tokens."""
     start, parts = 0 if cache is None else int(cache.get_seq_length()), []
     for end in ends:
         own = {name: each[:, : end if name == "attention_mask" else None] for name, each in masks.items()}
@@ -107,15 +107,15 @@ def in_chunks(model: Any, ids: Tensor, ends: Iterable[int], cache: Any = None, *
 
 
 def differences(found: Tensor, wanted: Tensor) -> Tensor:
-    """Largest difference of each sequence's logits, over the largest logit."""
+    """Return the largest difference of each sequence's logits, relative to the largest logit."""
     return ((found - wanted).abs().flatten(1).amax(1) / wanted.abs().max()).float()
 
 
 def assert_agree(found: Tensor, wanted: Tensor, tolerance: float = 2e-4, tied: float = 0.06) -> None:
-    """Sequences agree up to rounding, some of them but for ties.
+    """Check that a third of the sequences agree up to rounding, and all of them up to ties.
 
-    Where two chains of codes are as near, rounding decides for one, and the logits after it differ by a part of what
-    the codec changes. Two in three sequences may have met a tie; their differences are bounded as well.
+    Where two chains of codes are equally near, rounding decides for one, and later logits differ by a part of the
+    codec's error. Two in three sequences may have met a tie; their differences are bounded as well.
     """
     assert found.shape == wanted.shape and bool(torch.isfinite(found).all())
     apart = differences(found, wanted)

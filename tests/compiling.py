@@ -1,11 +1,11 @@
-"""Compile the shipped configurations for GPUs that need not be here, and check what came out.
+"""Compile the shipped configurations for GPUs that need not be present, and check the compiled kernels.
 
-``python -m tests.compiling`` prints one line per kernel, geometry and architecture: shared
-memory, registers, bytes spilled, programs that fit a processor at once, tensor-core instructions (wgmma, of a warp
-group, and mma.sync, of a warp, apart) and asynchronous copies. It ends with status 1 if
-a kernel would not launch, spills heavily, multiplies matrices without tensor cores, or reads latents of
-ranks that are multiples of eight in small pieces. Names of configurations may follow; all takes minutes. Only for
-processes of its own: Triton cannot interpret kernels any more where this was imported first.
+``python -m tests.compiling`` prints one line per kernel, geometry and architecture: shared memory, registers, bytes
+spilled, resident programs per SM, tensor-core instructions (wgmma of warp groups and mma.sync of warps, counted
+separately) and asynchronous copies. The exit status is 1 if a kernel would not launch, spills heavily, multiplies
+matrices without tensor cores, or reads latents in small pieces although their ranks are multiples of eight. Names of
+configurations may follow; all of them take minutes. Run it in a separate process only: Triton cannot interpret
+kernels any more once this module was imported first.
 """
 
 import math
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Triton reads it when it is imported: here kernels are compiled, whatever the tests do.
+# Triton reads this variable on import; here kernels are compiled, whatever the tests do.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
@@ -33,15 +33,15 @@ from recalkv.kernels.launch import resident_programs
 from recalkv.kernels.scores import scores_kernel
 
 SHARED_LIMITS = {80: 166_912, 90: 232_448}
-"""Bytes of shared memory that one program can have, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
+"""Bytes of shared memory available to one program, by architecture (163 KB on A100, 227 KB on H100 and H200)."""
 
 SPILL_LIMIT = 256
-"""Bytes per thread that may be spilled."""
+"""Largest number of spilled bytes per thread."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A geometry of one layer: what decides the constants of the kernels."""
+    """Geometry of one layer: what determines the constants of the kernels."""
 
     name: str
     head_dim: int
@@ -57,7 +57,7 @@ class Configuration:
 
     @property
     def rows(self) -> int:
-        """Query heads of a KV head x queries."""
+        """Number of rows: query heads per KV head x queries."""
         return self.query_heads_per_kv * self.queries
 
 
@@ -65,14 +65,14 @@ Launch = tuple[str, Any, dict[str, str], dict[str, Any], int, int]
 """Name, kernel, argument types, constants, warps and stages."""
 
 CONFIGURATIONS = (
-    # Groups of two heads, keys and values in one latent, 50 % and 70 %; the same for grouped queries.
+    # Joint latents of keys and values in groups of one or two heads, 50 % and 70 %; the same for grouped queries.
     Configuration("llama-2-7b joint s=2 50%", 128, 1, 256, 256, 2),
     Configuration("llama-2-7b joint s=2 70%", 128, 1, 160, 160, 2),
     Configuration("llama-2-7b joint s=1 50%", 128, 1, 128, 128, 1, dtype="fp16"),
     Configuration("mistral-7b joint s=2 50%", 128, 4, 256, 256, 2),
     Configuration("mistral-7b joint s=2 70%", 128, 4, 160, 160, 2),
     Configuration("mistral-7b joint s=2 70%, 8 queries", 128, 4, 160, 160, 2, queries=8),
-    # The paper's: keys in groups of four, one latent for all values.
+    # The paper's layout: keys in groups of four heads, one latent for all values.
     Configuration("llama-2-7b s=4 50%", 128, 1, 256, 2048, 32),
     Configuration("llama-2-7b s=4 70%", 128, 1, 160, 1232, 32),
     Configuration("llama-2-7b joint s=4 50% (streamed)", 128, 1, 512, 512, 4),
@@ -92,13 +92,13 @@ class Compiled:
     Attributes
     ----------
     shared
-        Bytes of shared memory of a program.
+        Bytes of shared memory per program.
     registers, spilled
-        Registers, and bytes of stack, of a thread.
+        Registers and bytes of stack per thread.
     wide, narrow
         Tensor-core instructions of a warp group (wgmma) and of a warp (mma.sync).
     async_copies
-        Instructions that copy 4 to 16 bytes at once during the computation.
+        Asynchronous copy instructions (cp.async) of 4 to 16 bytes each.
     """
 
     kernel: str
@@ -114,12 +114,12 @@ class Compiled:
 
     @property
     def resident(self) -> int:
-        """Programs that fit a processor at once."""
+        """Number of programs that fit on an SM at once."""
         return resident_programs(self.registers, self.shared, self.warps, SHARED_LIMITS[self.architecture] + 1024)
 
 
 def compile_all(configurations: Sequence[Configuration]) -> Iterator[Compiled]:
-    """Compile every kernel of every configuration; kernels of equal constants once."""
+    """Compile every kernel of every configuration; kernels with equal constants are compiled once."""
     done: dict[Any, tuple[int, int, int, int, int, int]] = {}
     for each in configurations:
         for architecture in SHARED_LIMITS:
@@ -132,7 +132,7 @@ def compile_all(configurations: Sequence[Configuration]) -> Iterator[Compiled]:
 
 
 def faults(compiled: Compiled) -> list[str]:
-    """What is wrong with a compiled kernel."""
+    """Return the problems of a compiled kernel."""
     found, limit = [], SHARED_LIMITS[compiled.architecture]
     if compiled.shared > limit:
         found.append(f"{compiled.shared} bytes of shared memory, limit {limit}")
@@ -199,7 +199,7 @@ def compiled_for(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], architecture: int, warps: int, stages: int
 ) -> tuple[int, int, int, int, int, int]:
     signature = types | dict.fromkeys(constants, "constexpr")
-    # Allocations are aligned, and so are these strides; a launch tells the compiler so.
+    # Allocations and these strides are aligned, and a launch tells the compiler so.
     known = [name for name, type in types.items() if type.startswith("*")]
     known += ["logits_stride"] + (["latent_slot_stride"] if constants.get("ALIGN", 1) % 16 == 0 else [])
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in known}
@@ -208,13 +208,13 @@ def compiled_for(
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    # "wgmma.mma_async" and "mma.sync" do not hold each other.
+    # "wgmma.mma_async" and "mma.sync" do not contain each other.
     wide, narrow, copies = (ptx.count(name) for name in ("wgmma.mma_async", "mma.sync", "cp.async.c"))
     return compiled.metadata.shared, registers, spilled, wide, narrow, copies
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread, from the compiled binary."""
+    """Return registers and stack bytes per thread, from the compiled binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = str(tool) if tool.exists() else shutil.which("cuobjdump")
     if found is None:
@@ -229,7 +229,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main(names: Sequence[str] = ()) -> int:
-    """Print the table, of these configurations or of all; 1 if anything is wrong."""
+    """Print the table of the named configurations, or of all, and return the exit status."""
     known = {configuration.name: configuration for configuration in CONFIGURATIONS}
     unknown = sorted(set(names) - known.keys())
     if unknown:

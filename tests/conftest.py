@@ -1,4 +1,4 @@
-"""Fixtures of several test files: a tiny model folder with a tokenizer, and a copy of the pipeline around it."""
+"""Fixtures of several test files: a tiny model folder with a tokenizer, and a copy of the pipeline for it."""
 
 import contextlib
 import copy
@@ -18,8 +18,7 @@ import yaml
 
 from tests.warm_python import warm_python
 
-# The process that hands tests out to workers imports this file as well, so the libraries are imported where they are
-# used.
+# The xdist controller imports this file as well, so the libraries are imported where they are used.
 
 ROOT = Path(__file__).resolve().parent.parent
 SENTENCE = "the cache holds what the model has read so far and every token adds its keys and its values to it"
@@ -34,38 +33,38 @@ def _text(words: int, seed: int) -> str:
 
 
 def process(*command: Any, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A process of its own, which ends well."""
+    """Run a command in a separate process, which must succeed."""
     done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 _SHARED = {"finished", "prepared", "fresh_python"}
-"""Fixtures that take long and serve many."""
+"""Fixtures that are slow to create and used by many tests."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what takes long to make run in one process."""
+    """Run the tests that share slow fixtures in one process."""
     for item in items:
         if _SHARED & set(getattr(item, "fixturenames", ())) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("pipeline"))
 
 
 def pytest_collection_finish() -> None:
-    """Full garbage collections would walk half a million objects that imports left."""
+    """Freeze the objects that imports left, half a million of them, which full garbage collections would traverse."""
     gc.freeze()
     gc.set_threshold(700, 10, 50)
 
 
 def pytest_unconfigure() -> None:
-    """Let extension modules go as they would."""
+    """Unfreeze all objects, so that extension modules are released as usual."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def fresh_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A `python` for processes of their own, with torch and transformers imported and nothing of the project."""
+    """Provide a `python` for separate processes, with torch and transformers imported and nothing of the project."""
     with warm_python(tmp_path_factory.mktemp("fresh") / "bin") as python:
         yield python
 
@@ -112,7 +111,7 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
     parameters = yaml.safe_load((ROOT / "params.yaml").read_text())
     parameters["model"]["id"] = str(tiny_folder)
     parameters["calibration"] |= {"text": str(tiny_texts[0]), "samples": 6, "length": 32, "precision": "float32"}
-    # 16-bit latents of pairs of heads at half of the bytes; tests/test_cli.py runs the stages with the defaults.
+    # 16-bit latents of head pairs at half of the bytes; tests/test_cli.py runs the stages with the defaults.
     parameters["compression"] |= {"ratio": 0.5, "group_size": 2, "bits": 16}
     parameters["evaluation"] |= {"text": str(tiny_texts[1]), "window": 32, "max_windows": 3}
     parameters["zeroshot"]["limit"] = 6
@@ -124,20 +123,20 @@ def _tiny_parameters(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> dict[s
 
 @pytest.fixture
 def tiny_parameters(_tiny_parameters: dict[str, Any]) -> dict[str, Any]:
-    """The project's params.yaml, turned to the tiny model and texts."""
+    """The project's params.yaml, adapted to the tiny model and texts."""
     return copy.deepcopy(_tiny_parameters)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The pipeline, run once: its folder, and the parameter sections and files that each stage read."""
+    """Result of one pipeline run: its folder, and the parameter sections and files that each stage read."""
 
     folder: Path
     seen: dict[str, dict[str, set[str]]]
 
 
 def write_pipeline(folder: Path, parameters: dict[str, Any]) -> None:
-    """What stages need to begin with."""
+    """Write the files that the first stages need."""
     (folder / "params.yaml").write_text(yaml.safe_dump(parameters))
     (folder / "reports").mkdir()
     shutil.copy(ROOT / "reports/paper.json", folder / "reports")
@@ -145,7 +144,7 @@ def write_pipeline(folder: Path, parameters: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[str, Any]) -> Finished:
-    """Every stage of the pipeline on the tiny model; read it, or copy it (``prepared``)."""
+    """Run every stage of the pipeline on the tiny model; tests read the result, or copy it (``prepared``)."""
     from tests.pipeline import STAGES, invoke_in_pipeline, watching
 
     folder = tmp_path_factory.mktemp("finished")
@@ -157,7 +156,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _tiny_parameters: dict[st
 
 
 def copy_parts(names: Iterable[str], folder: Path, *ignored: str) -> None:
-    """Copy files and folders of the project, but for what is called so."""
+    """Copy files and folders of the project, except for the ignored names."""
     for name in names:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*ignored))
@@ -167,22 +166,22 @@ def copy_parts(names: Iterable[str], folder: Path, *ignored: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, tiny_parameters: dict[str, Any]) -> Path:
-    """A copy of the pipeline's files in an empty folder, with the tiny parameters."""
+    """Copy the pipeline's files to an empty folder, with the tiny parameters."""
     write_pipeline(tmp_path, tiny_parameters)
-    # With the loops that Numba has compiled for these very files, which the stages would compile again.
+    # Includes Numba's compiled loops for these very files, which the stages would compile again.
     copy_parts(("dvc.yaml", ".dvcignore", "recalkv", "stages"), tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def settings(tiny_folder: Path, tiny_texts: tuple[Path, Path]) -> list[Any]:
-    """What `recalkv compress` and `recalkv fit` are given: the tiny model and few windows of a text."""
+    """Arguments of `recalkv compress` and `recalkv fit`: the tiny model and few windows of a text."""
     return [tiny_folder, "--text", tiny_texts[0], "--samples", "6", "--length", "32", "--device", "cpu"]
 
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no model be found, read or compressed."""
+    """Fail if a model is resolved or compressed."""
 
     fail = Mock(side_effect=AssertionError("loaded something before its arguments were checked"))
     for name in ("model.source.resolve_model", "compression.compress_checkpoint", "fitting.resolve_model"):
@@ -191,7 +190,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is reserved and not written stays NaN."""
+    """Fill tensors of ``torch.empty`` and ``torch.empty_like`` with NaN, so that elements never written show."""
     import torch
 
     for name in ("empty", "empty_like"):
@@ -206,7 +205,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def prepared(tmp_path: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the finished pipeline's parameters, statistics, dense losses and checkpoint; the current folder."""
+    """Copy data, reports and parameters of the finished pipeline to a folder, and make it the current one."""
     shutil.copytree(finished.folder / "data", tmp_path / "data")
     shutil.copytree(finished.folder / "reports", tmp_path / "reports")
     shutil.copy(finished.folder / "params.yaml", tmp_path)

@@ -1,4 +1,4 @@
-"""Steps that end in every way a step can, for tests/test_gpu_runs.py."""
+"""Steps with every possible ending, for tests/test_gpu_runs.py."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""The whole method on the device of :mod:`tests.tagged`, in a process of its own: tests/test_one_device.py.
+"""Run the whole method on the device of :mod:`tests.tagged`, in a separate process (tests/test_one_device.py).
 
 ``python -m tests.one_device library`` compresses and decodes in memory; ``stages`` runs the pipeline in the current
-folder, with its parameters. Both run every method and number of bits, and end with status 1 where one mixes devices.
+folder with its parameters. Both run every method and kind of bits, and exit with status 1 if any of them fails.
 """
 
 import os
@@ -22,11 +22,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"method": "loss-aware", "bits": "mixed"}, {"method": "loss-aware", "bits": 4, "joint": False},
     {"method": "recalkv", "bits": 16}, {"method": "palu", "bits": 3, "refit": "output"}, {"method": "svd", "bits": 16},
 ]  # fmt: skip
-"""Every method, refit and kind of bits, of joint and of separate latents."""
+"""Settings with every method, refit and kind of bits, for joint and separate latents."""
 
 
 def library(setting: dict[str, Any]) -> None:
-    """Compress and decode on the device; on the host the same model gives the same tokens."""
+    """Compress and decode on the device, and check that the same model gives the same tokens on the host."""
     dense = tiny.dense_model("qwen2-bias", num_hidden_layers=2)
     ids, parameters = tiny.windows(), tiny.plain(**({"ratio": 0.6} | setting))
     source, provenance = ModuleSource(dense, DEVICE), dict.fromkeys(("name", "revision", "fingerprint"))
@@ -39,7 +39,7 @@ def library(setting: dict[str, Any]) -> None:
 
 
 def stages(setting: dict[str, Any]) -> None:
-    """Stages from the groups on, with another number of bits or method than the statistics were taken for."""
+    """Run the stages from the head groups on, with another bit width or method than the statistics were taken for."""
     changes = [f"compression.{name}={value}" for name, value in setting.items()]
     on_host.clear()
     for stage in (*COMPRESSION, "evaluate"):
@@ -48,7 +48,7 @@ def stages(setting: dict[str, Any]) -> None:
 
 
 def refused() -> None:
-    """Operands of two devices raise; copies, numbers and indices of the host do not."""
+    """Check that operands on two devices raise, and that copies, numbers and indices on the host do not."""
     device, host = torch.ones(3, 3, device=DEVICE), torch.ones(3, 3)
     for mixed in (
         lambda: device @ host,
@@ -67,7 +67,7 @@ def refused() -> None:
 
 
 def main(what: str) -> int:
-    """Try every setting; print what mixed devices."""
+    """Run every setting, print the failures, and return the exit status."""
     attempts: dict[str, Callable[[], Any]] = {}
     if what == "stages":
         attempts |= {stage: lambda stage=stage: _succeeds(stage) for stage in (*STATISTICS, "baseline")}
@@ -78,7 +78,7 @@ def main(what: str) -> int:
     if what == "stages":
         attempts |= {stage: lambda stage=stage: _succeeds(stage) for stage in ("cell", "quantizer")}
     failed = 0
-    # Threads of the loader would not see the device.
+    # Threads of the weight loader would not see the device.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     with tagging():
         for name, attempt in attempts.items():

@@ -1,4 +1,4 @@
-"""Stages run in this process, in the current folder, and what they read while they run."""
+"""Run stages in this process, in the current folder, and record what they read."""
 
 import contextlib
 import functools
@@ -17,14 +17,14 @@ from stages import common
 
 STATISTICS = ("model", "sample", "whiten", "fisher")
 COMPRESSION = ("reorder", "allocate", "factorize", "calibrate", "fuse")
-"""What follows the statistics, up to the compressed checkpoint."""
+"""Stages after the statistics, up to the compressed checkpoint."""
 CODEC = ("moments", "codec")
 MEASUREMENTS = ("baseline", "evaluate", "machine", "latency", "cell", "quantizer", "codec_cell", "report")
 STAGES = (*STATISTICS, *COMPRESSION, *CODEC, *MEASUREMENTS)
 
 
 def invoke(stage: str, **arguments: Any) -> int:
-    """Run a stage with the defaults of its options; returns the exit code."""
+    """Run a stage with the defaults of its options and return the exit code."""
     try:
         getattr(importlib.import_module(f"stages.{stage}"), stage)(**arguments)
     except SystemExit as stop:
@@ -33,7 +33,7 @@ def invoke(stage: str, **arguments: Any) -> int:
 
 
 def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
-    """The same, with the arguments that dvc.yaml gives it."""
+    """Run a stage with the arguments that dvc.yaml gives it, and return the exit code."""
     if stage == "cell":
         arguments |= {"out": Path("data/cells/compare/recalkv.json"), "changes": ["compression.method=recalkv"]}
     if stage == "quantizer":
@@ -44,7 +44,7 @@ def invoke_in_pipeline(stage: str, **arguments: Any) -> int:
 
 
 def change(name: str, value: Any) -> Any:
-    """Set one parameter, ``section.key``, of the current folder's params.yaml; gives the old value."""
+    """Set one parameter, ``section.key``, in params.yaml of the current folder, and return the old value."""
     content, (section, key) = yaml.safe_load(Path("params.yaml").read_text()), name.split(".")
     old, content[section][key] = content[section][key], value
     Path("params.yaml").write_text(yaml.safe_dump(content))
@@ -52,7 +52,7 @@ def change(name: str, value: Any) -> Any:
 
 
 def folder_hash(folder: Path) -> str:
-    """Digest of the names of all files and folders, and of the files' bytes."""
+    """Return a digest of the names of all files and folders, and of the files' bytes."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         digest.update(str(path.relative_to(folder)).encode() + (path.read_bytes() if path.is_file() else b""))
@@ -60,7 +60,7 @@ def folder_hash(folder: Path) -> str:
 
 
 class _Watched:
-    """Stands for an object and notes which attributes are asked for."""
+    """Proxy of an object that records the names of requested attributes."""
 
     def __init__(self, target: Any, seen: set[str]) -> None:
         self._target, self._seen = target, seen
@@ -72,11 +72,11 @@ class _Watched:
 
 
 class _Files:
-    """Notes files under data/ and reports/ that are opened for reading, while it is ``on``."""
+    """Audit hook that records files under data/ and reports/ opened for reading, while ``on`` is a set."""
 
     def __init__(self) -> None:
         self.on: set[str] | None = None
-        sys.addaudithook(self)  # which stays: there is no way to take one back
+        sys.addaudithook(self)  # permanent: an audit hook cannot be removed
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.on is None or event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
@@ -96,7 +96,7 @@ def _files() -> _Files:
 
 @contextlib.contextmanager
 def watching() -> Iterator[dict[str, dict[str, set[str]]]]:
-    """Note the parameter sections (``params``) and the files (``files``) that each stage reads."""
+    """Record the parameter sections (``params``) and the files (``files``) that each stage reads."""
     seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"params": set(), "files": set()})
     made, files = common.Stage.__init__, _files()
 

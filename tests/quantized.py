@@ -1,4 +1,4 @@
-"""Tiny checkpoints as quantizing libraries write them, and the dense weights that their codes stand for."""
+"""Tiny checkpoints as quantization libraries write them, and the dense weights that their codes represent."""
 
 import json
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from tests.tiny import dense_model
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 Coded = tuple[dict[str, Tensor], Tensor]
-"""What is stored of one weight by the end of its name, and the weight that it stands for, float64."""
+"""Stored tensors of one weight, by name suffix, and the float64 weight that they represent."""
 
 
 def naive(codes: Tensor, scale: Tensor, block: tuple[int, int], zero: Tensor | None = None) -> Tensor:
-    """The formula, element by element, in float64."""
+    """Dequantize by the formula, element by element, in float64."""
     rows, columns = (torch.arange(size) // step for size, step in zip(codes.shape, block, strict=True))
     own = (scale.double().reshape(rows.max() + 1, -1)[rows][:, columns], codes.double())
     if zero is None:
@@ -27,7 +27,7 @@ def naive(codes: Tensor, scale: Tensor, block: tuple[int, int], zero: Tensor | N
 
 
 def scales(weight: Tensor, block: tuple[int, int], largest: float) -> Tensor:
-    """Scale of each block, (blocks down, blocks across) float32, some of them at the edges smaller."""
+    """Return the scale of each block, (block rows, block columns) float32; blocks at the edges may be smaller."""
     rows, columns = block
     parts = [
         [weight[i : i + rows, j : j + columns].abs().max() for j in range(0, weight.shape[1], columns)]
@@ -41,7 +41,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
 
 
 def fp8(block: tuple[int, int] | None, scale_name: str, shape: tuple[int, ...] | None = None) -> Callable:
-    """Codes of float8_e4m3fn; ``block`` None is one scale for the matrix, a -1 all columns."""
+    """Return a quantizer to float8_e4m3fn; ``block`` None is one scale for the matrix, -1 in it is all columns."""
 
     def quantize(weight: Tensor) -> Coded:
         size = tuple(weight.shape) if block is None else (block[0], block[1] if block[1] > 0 else weight.shape[1])
@@ -54,7 +54,7 @@ def fp8(block: tuple[int, int] | None, scale_name: str, shape: tuple[int, ...] |
 
 
 def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
-    """Codes of int8, a scale for each row."""
+    """Return a quantizer to int8 with one scale per row."""
 
     def quantize(weight: Tensor) -> Coded:
         rows = (1, weight.shape[1])
@@ -74,14 +74,14 @@ def int8(scale_name: str, by_127: bool = False, zero: bool = False) -> Callable:
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
-    """(rows, columns) of signed integers as (rows, words) int32, the first in the lowest bits; whole words only."""
+    """Pack (rows, columns) signed integers into (rows, words) int32, the first in the lowest bits; whole words only."""
     codes = (values.long() + 2 ** (bits - 1)).unflatten(1, (-1, 32 // bits))
     together = (codes << (bits * torch.arange(32 // bits))).sum(-1)
     return torch.where(together >= 2**31, together - 2**32, together).to(torch.int32)
 
 
 def int4(group: int, zero: bool = False) -> Callable:
-    """Eight codes in an int32, a scale for each ``group`` elements of a row."""
+    """Return a quantizer to 4 bits, eight codes per int32, with one scale per ``group`` elements of a row."""
 
     def quantize(weight: Tensor) -> Coded:
         scale = scales(weight, (1, group), 5.0)
@@ -116,7 +116,7 @@ def _of(form: str, strategy: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of quantizing: the config's section, the codes of a weight, and what stands beside them for activations."""
+    """Quantization scheme: section of the config, quantizer of a weight, and tensors beside codes for activations."""
 
     config: dict[str, Any]
     quantize: Callable[[Tensor], Coded]
@@ -152,7 +152,7 @@ KINDS = {
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any) -> Path:
-    """A checkpoint of two shards, neighboring names in different ones, and its config with some keys changed."""
+    """Write a checkpoint of two shards, neighboring names in different ones, and its config with some keys changed."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     path = folder / "config.json"
@@ -166,7 +166,7 @@ def write(folder: Path, tensors: dict[str, Tensor], config: Any, **section: Any)
 
 
 def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path]:
-    """A quantized checkpoint, else in bfloat16, and the same with its weights dequantized to float32.
+    """Write a quantized checkpoint, otherwise in bfloat16, and its twin with weights dequantized to float32.
 
     Keyword arguments change the model's config.
     """
@@ -188,11 +188,11 @@ def published(folder: Path, kind: str, family: str = "llama-gqa", **changes: Any
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Magnitudes of a 4-bit float, by its lower three bits; the highest is the sign."""
+"""Magnitudes of a 4-bit float, by its lower three bits; the highest bit is the sign."""
 
 
 def mxfp4(weight: Tensor) -> Coded:
-    """Experts' weights (experts, in, out): 4-bit floats of 32 inputs that share an exponent, two of them in a byte."""
+    """Quantize experts (experts, in, out) to 4-bit floats, two per byte, with one exponent per 32 inputs."""
     rows = weight.mT.unflatten(-1, (-1, 32))
     exponent = rows.abs().amax(-1).log2().floor() - 2
     scaled = rows / exponent.exp2()[..., None]
@@ -203,7 +203,7 @@ def mxfp4(weight: Tensor) -> Coded:
 
 
 def published_experts(folder: Path) -> tuple[Path, Path]:
-    """A tiny gpt-oss as it is published, experts in MXFP4 and all else in bfloat16, and the same in float32 experts."""
+    """Write a tiny gpt-oss as published, experts in MXFP4 and the rest in bfloat16, and its twin of float32 experts."""
     model = dense_model("gpt-oss-sinks", hidden_size=64, intermediate_size=32)
     coded: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}

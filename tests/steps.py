@@ -1,4 +1,4 @@
-"""Algorithm 1 on tiny models, step by step and once per session, and what a plain forward pass shows."""
+"""Algorithm 1 on tiny models, step by step and once per session, and activations of plain forward passes."""
 
 import copy
 import dataclasses
@@ -23,14 +23,14 @@ from tests.tiny import calibration, dense_model, plain, windows
 
 
 def method_of(metric: str | None = None, **changes: Any) -> Method:
-    """Method of these compression parameters; the default one at half the bytes, in pairs of heads."""
+    """Return the method of these compression parameters; by default, half the bytes and pairs of heads."""
     method = resolve_method(plain(**changes))
     return method if metric is None else dataclasses.replace(method, metric=metric)
 
 
 @functools.cache
 def statistics_of(family: str, samples: int = 8, length: int = 48) -> Statistics:
-    """Everything that calibration can know of a tiny model."""
+    """Collect all calibration statistics of a tiny model."""
     return collect_statistics(ModuleSource(dense_model(family)), windows(samples, length), calibration(), method_of())
 
 
@@ -40,11 +40,11 @@ class Steps:
     Parameters
     ----------
     family
-        Of :data:`tests.tiny.FAMILIES`.
+        Name in :data:`tests.tiny.ALL_FAMILIES`.
     samples, length
-        Calibration windows.
+        Number and length of the calibration windows.
     changes
-        Compression parameters.
+        Arguments of :func:`method_of`.
     """
 
     def __init__(self, family: str, samples: int = 6, length: int = 40, **changes: Any) -> None:
@@ -59,7 +59,7 @@ class Steps:
 
     @functools.cached_property
     def specs(self) -> list[Any]:
-        """Ranks of every layer."""
+        """Spec of every layer, with its ranks."""
         energies = None
         if self.method.allocation == "water-filling":
             energies = [self.problem(index).energies(groups) for index, groups in enumerate(self.groups)]
@@ -67,39 +67,39 @@ class Steps:
 
     @functools.cached_property
     def factors(self) -> list[LayerFactors]:
-        """Factors of every layer, on the dense model's inputs."""
+        """Factors of every layer, fitted to the dense model's inputs."""
         layers = zip(range(self.geometry.layers), self.groups, self.specs, strict=True)
         return [factorize_layer(self.problem(index), groups, spec) for index, groups, spec in layers]
 
     @functools.cached_property
     def refits(self) -> list[LayerRefit]:
-        """Every layer after the refit, in batches of three windows."""
+        """Refit of every layer, in batches of three windows."""
         return list(self.refit().values())
 
     def problem(self, index: int) -> LayerProblem:
-        """Problem of one layer."""
+        """Return the problem of one layer."""
         return LayerProblem.of(self.source, index, self.statistics.layer(index), self.method)
 
     def value_groups(self, index: int) -> list[list[int]]:
-        """Value groups of one layer."""
+        """Return the value groups of one layer."""
         return value_groups(self.groups[index], self.method)
 
     def order(self, index: int) -> Tensor:
-        """Columns of the projections in the order of the factors."""
+        """Return the columns of the projections in the order of the factors."""
         return torch.cat(group_columns(self.groups[index], self.geometry.head_dim))
 
     def refit(
         self, batch_size: int = 3, fitted: Callable[[int], LayerRefit | None] = lambda index: None
     ) -> dict[int, LayerRefit]:
-        """The refit of all layers but the fitted ones, by layer."""
+        """Refit all layers except the fitted ones; return the refits by layer index."""
         return dict(refit_layers(self.source, self.ids, batch_size, self.start, self.method, fitted))
 
     def start(self, index: int) -> LayerStart:
-        """What the refit of one layer starts from."""
+        """Return the starting point of one layer's refit."""
         return LayerStart(self.factors[index], self.groups[index])
 
     def prefix(self, depth: int, refits: Sequence[LayerRefit] | None = None) -> Any:
-        """A fresh dense model whose first layers have the reconstructed weights."""
+        """Return a copy of the dense model whose first ``depth`` layers have the reconstructed weights."""
         model = copy.deepcopy(self.model)
         for index, refit in enumerate((refits or self.refits)[:depth]):
             install(model.model.layers[index], refit.keys, refit.values, refit.output, self.order(index))
@@ -108,16 +108,16 @@ class Steps:
 
 @functools.cache
 def steps(family: str, samples: int = 6, length: int = 40, **changes: Any) -> Steps:
-    """The same of the same arguments."""
+    """Return the same :class:`Steps` for the same arguments."""
     return Steps(family, samples, length, **changes)
 
 
 @torch.no_grad()
 def watched(model: Any, ids: Tensor, index: int) -> dict[str, Tensor]:
-    """What passes through one layer in a plain forward pass, (windows, length, .) float32.
+    """Record the activations of one layer in a plain forward pass, (windows, length, .) float32.
 
-    ``stream``: the layer's input; ``read``: that of its projections; ``contexts``: the heads' outputs side by side;
-    ``output``: what the output projection adds, without its bias.
+    ``stream``: input of the layer; ``read``: input of its projections; ``contexts``: concatenated outputs of the heads;
+    ``output``: output of the output projection without its bias.
     """
     layer, seen = model.model.layers[index], {}
     attention = layer.self_attn
@@ -135,22 +135,22 @@ def watched(model: Any, ids: Tensor, index: int) -> dict[str, Tensor]:
 
 
 def inputs_of(model: Any, ids: Tensor, index: int) -> Tensor:
-    """What the projections of one layer read in a plain forward pass, (tokens, m) float64."""
+    """Return the inputs of one layer's projections in a plain forward pass, (tokens, m) float64."""
     return watched(model, ids, index)["read"].flatten(0, 1).double()
 
 
 def moments_of(rows: Tensor) -> InputMoments:
-    """Moments of (tokens, m) inputs."""
+    """Return the moments of (tokens, m) inputs."""
     sums = MomentAccumulator(rows.shape[1])
     sums.add(rows)
     return sums.finish("layer 0")
 
 
 def problem_of(keys: Tensor, values: Tensor, rows: Tensor, head_dim: int, **changes: Any) -> LayerProblem:
-    """Problem of these weights, with the plain moments of these inputs."""
+    """Return the problem of these weights, with the plain moments of these inputs."""
     return LayerProblem(keys, values, LayerStatistics(moments_of(rows)), head_dim, method_of(**changes))
 
 
 def left_out(energies: Sequence[Tensor], ranks: Sequence[int]) -> float:
-    """Energy that these ranks discard."""
+    """Return the energy that these ranks discard."""
     return sum(float(own[rank:].sum()) for own, rank in zip(energies, ranks, strict=True))

@@ -1,7 +1,7 @@
-"""A device on the CPU that computes as the CPU does and refuses what a GPU refuses: operands of two devices.
+"""A device on the CPU that computes like the CPU and refuses what a GPU refuses: operands on two devices.
 
-Tensors made on or moved to :data:`DEVICE` are wrappers around tensors of the CPU. It is a backend of this process, so
-whatever asks for an accelerator finds it: use it in a process of its own (``tests/one_device.py``).
+Tensors created on or moved to :data:`DEVICE` are wrappers around CPU tensors. The device is a backend of this process,
+so anything that asks for an accelerator finds it: use it in a separate process (``tests/one_device.py``).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _NAME = "tagged"
 
 
-# What torch asks a backend.
+# The functions that torch calls on a backend module.
 _BACKEND: Any = SimpleNamespace(
     is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
     is_autocast_enabled=lambda: False, get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float32],
@@ -29,29 +29,29 @@ DEVICE = torch.device(_NAME, 0)
 
 _ATEN = torch.ops.aten
 _ACROSS = {_ATEN._to_copy.default, _ATEN.copy_.default}
-"""What copies from one device to another."""
+"""Operators that copy from one device to another."""
 
 _EIGENVALUES = {_ATEN._linalg_eigh.default, _ATEN._linalg_svd.default}
 
 on_host: list[str] = []
-"""Eigenvalues and singular values that were found on the host while the device was there."""
+"""Eigenvalue and singular value decompositions computed on the host while the device was active."""
 
 _INDEXING = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default}
-"""A tensor on a device takes indices of the host, not the other way round."""
+"""Operators in which a tensor on the device takes indices on the host, but not the other way round."""
 
 
 class MixedDevicesError(RuntimeError):
-    """An operation with operands of two devices."""
+    """An operation has operands on two devices."""
 
 
 class Tagged(Tensor):
-    """A tensor on the device; ``raw`` has its numbers."""
+    """A tensor on the device; ``raw`` holds its values on the CPU."""
 
     raw: Tensor
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> "Tagged":
-        # One of inference mode could be no view of one that is not, as plain tensors are.
+        # A wrapper made in inference mode could not be a view of a normal tensor, as plain tensors can.
         with torch.inference_mode(False):
             made: Any = torch.Tensor._make_wrapper_subclass(
                 cls, raw.shape, raw.stride(), raw.storage_offset(), dtype=raw.dtype, device=DEVICE
@@ -84,11 +84,11 @@ class Tagged(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sees factories as well, which have no operand that could tell."""
+    """Also sees factory functions, which have no operand on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self:
-            # Without autograd, what other operations make up arrives as it was called.
+            # Without autograd, composite operators arrive undecomposed.
             parts = func.decompose(*args, **(kwargs or {})) if func is not _ATEN.detach.default else NotImplemented
         return _run(func, args, kwargs or {}) if parts is NotImplemented else parts
 
@@ -117,7 +117,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             func(*args, **kwargs)
     if not target:
         return result
-    # What is written in place, or given an `out`, stays the tensor that it was.
+    # Tensors that are written in place, or given as `out`, keep their wrapper.
     same = {id(leaf.raw): leaf for leaf in tagged}
     return tree_map(lambda leaf: same.get(id(leaf), Tagged(leaf)) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -128,8 +128,8 @@ def _raw(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def tagging() -> Iterator[torch.device]:
-    """The device, for as long as the block lasts."""
-    # Numbers become a tensor of the host first, which is then moved as any other.
+    """Provide the device within the block."""
+    # Python numbers first become a tensor on the host, which is then moved like any other.
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:

@@ -1,4 +1,4 @@
-"""Factors of one layer: errors as the outputs have them, ranks as allotted, one latent for two projections."""
+"""Factors of one layer: reported errors and predicted loss match the outputs, keys and values share a latent."""
 
 import pytest
 import torch

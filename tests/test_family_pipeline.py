@@ -1,4 +1,4 @@
-"""Every stage on models that differ from LLaMA in what the stages see of them: each ends with a page."""
+"""Every stage on models that differ from LLaMA in ways that the stages see: each run ends with a report page."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Faults that users of such caches report, each once in front of a compressed model or the codec, and never again."""
+"""Faults that users of similar caches have reported, each provoked once in a compressed model or the codec."""
 
 import copy
 import json
@@ -36,7 +36,7 @@ def coded() -> Any:
     return use_codec(model, fit(model, tiny.windows(6, 96), bits=4, context=256))
 
 
-# --- what is made lazily from ambient state -------------------------------------------------------------------------
+# --- lazily created state -------------------------------------------------------------------------------------------
 
 LOADED = """
 import sys, torch, recalkv
@@ -52,7 +52,7 @@ with torch.no_grad():
 
 
 def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Path) -> None:
-    """In a process of its own, where nothing has been made before."""
+    """Rotary tables that a fresh process creates under another default dtype are float32 all the same."""
     compressed().save_pretrained(tmp_path)
     assert process(fresh_python, "-c", LOADED, tmp_path).stdout == "torch.float32 True\n"
 
@@ -60,7 +60,7 @@ def test_tables_do_not_follow_the_default_dtype(fresh_python: Path, tmp_path: Pa
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bits", [pytest.param("mixed", marks=pytest.mark.slow), 16])
 def test_forward_compiles_as_one_graph_with_a_static_cache(bits: Any, tmp_path: Path) -> None:
-    # As they are loaded: nothing has run yet. Two, as what runs first must be the compiled one.
+    # Freshly loaded models, in which nothing has run yet; two, as the first forward pass must be the compiled one.
     compressed(bits=bits, layers=1).save_pretrained(tmp_path)
     model, other = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
     ids = tiny.windows(1, 20)
@@ -90,12 +90,12 @@ def test_conversations_of_today_are_read_alike_from_everywhere(tmp_path: Path, t
     assert load_documents(str(tmp_path / "rows.json"), split="train") == [CALLS, CALLS]
     assert is_conversation(CALLS) and plain_text(CALLS) == "What is the time?\n\n\n\nnoon"
     tokenizer = copy.deepcopy(tiny_tokenizer)
-    # A template that takes parts, and one of a model of texts.
+    # A template that accepts content parts, and one that expects plain text.
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content | string | length }}{% endfor %}"
     assert rendered(tokenizer, CALLS).startswith("<user>7")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}"
     assert rendered(tokenizer, CALLS) == "user: What is the time? assistant:  tool: noon "
-    # Or one that would write parts as Python does.
+    # A template that would render the parts as Python objects.
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image"}]}]
     assert rendered(tokenizer, parts) == "What is it? "
@@ -152,7 +152,7 @@ def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:
 
 
 def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
-    """DistributedDataParallel waits for all of them."""
+    """Every parameter that requires a gradient gets one, since DistributedDataParallel waits for all of them."""
     compressed().save_pretrained(tmp_path)
     model, ids = type(compressed()).from_pretrained(tmp_path).train(), tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
@@ -176,11 +176,11 @@ def test_weights_written_by_data_are_noticed() -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data *= 1.5
         parts = [model(part, past_key_values=cache).logits for part in ids.split([20, *[1] * 10], dim=1)]
-        # Codes of few bits fall the other way here and there.
+        # Some of the low-bit codes flip.
         assert (torch.cat(parts, dim=1) - model(ids).logits).abs().flatten().quantile(0.9) < 0.1
 
 
-# --- what is handed in ----------------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 def test_objects_that_wrap_a_model_are_told_apart(tiny_tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""README and docs: tables from the reports, and every path, module, command and parameter that they name."""
+"""README and docs: tables generated from the reports; named paths, modules, commands and parameters exist."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_figures_are_those_of_the_reports(path: Path) -> None:
     assert list(measured_numbers(text)) == []
 
 
-# What the pages name. Generated tables are left out: they name what may not have been made yet.
+# Names in the pages. Generated tables are left out, as they may name files that do not exist yet.
 
 
 def named(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Fisher scores: against plain autograd through the whole Hugging Face model, window by window."""
+"""Fisher scores against plain autograd through the whole Hugging Face model, window by window."""
 
 from collections.abc import Collection
 from operator import attrgetter
@@ -18,11 +18,11 @@ from recalkv.statistics.whitening import collect_input_moments
 from tests.tiny import ALL_FAMILIES, attending_layers, calibration, dense_model, projection, windows
 
 Scores = dict[str, Tensor]
-"""``key`` and ``value`` of every layer, and the mean ``loss``."""
+"""``key`` and ``value`` scores of every layer, and the mean ``loss``."""
 
 
 def kept_inputs(source: ModuleSource, ids: Tensor, folder: Path, batch_size: int = 2) -> LayerInputs:
-    """What the whitening pass leaves behind."""
+    """Return the layer inputs that the whitening pass keeps."""
     inputs = LayerInputs(folder / "inputs", (*ids.shape, source.geometry.hidden), source.precision)
     for _ in collect_input_moments(source, ids, batch_size, inputs):
         pass
@@ -33,7 +33,7 @@ def gradients_of(
     model: Any, ids: Tensor, folder: Path, batch_size: int = 2, kept_by: int = 2, precision: str = "float32",
     done: Collection[int] = (),
 ) -> list[LayerGradients]:  # fmt: skip
-    """Whitening pass (which keeps the layers' inputs) and Fisher pass, as the pipeline runs them."""
+    """Run the whitening pass (which keeps the layer inputs) and the Fisher pass as the pipeline does."""
     source = ModuleSource(model, precision=precision)
     inputs = kept_inputs(source, ids, folder, kept_by)
     return list(collect_gradients(source, ids, calibration(batch_size=batch_size), inputs, done))
@@ -49,7 +49,7 @@ def scores_of(*arguments: Any, **options: Any) -> Scores:
 
 
 def reference(model: Any, ids: Tensor) -> Scores:
-    """sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
+    """Compute sqrt(mean over windows of grad^2), averaged over the matrix, by plain backward passes."""
     projections = [[projection(x.self_attn, p) for x in attending_layers(model)] for p in "kv"]
     squared = [[torch.zeros_like(w[rows], dtype=torch.float64) for w, rows in weights] for weights in projections]
     losses = []
@@ -82,7 +82,7 @@ def test_shortest_windows(tmp_path: Path) -> None:
     actual, expected = scores_of(model, ids, tmp_path), reference(model, ids)
     torch.testing.assert_close(actual["value"], expected["value"], rtol=1e-3, atol=0)
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0)
-    # The one prediction sees one token, whose softmax weight is 1 whatever its key.
+    # The only prediction sees a single token, whose softmax weight is 1 whatever its key.
     assert bool((actual["key"] < 1e-5 * actual["value"]).all())
 
 

@@ -1,4 +1,4 @@
-"""The frontier: quantized caches and our cells on the same windows, as rows, a page and a picture."""
+"""The frontier: quantized caches and our cells on the same windows, as rows, a page and a plot."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     bits = [row["bits_per_element"] for row in rows]
     assert bits == sorted(bits, reverse=True) and by_method["fp8"]["bits_per_element"] == 8
     assert by_method["turboquant-2"]["bits_per_element"] == 2 + 16 / 8
-    # A window of 32 exact tokens costs 16 bits for 32 of 2,048, at most; scales are much of so small a model's rows.
+    # 32 exact tokens of 2,048 add at most 16 bits each; scales are a large share of so small a model's rows.
     assert 3.7 < by_method["ours-4"]["bits_per_element"] <= 4 + 16 * 32 / 2048
     assert [by_method[name]["ours"] for name in ("fp8", "ours-4", "turboquant-2")] == [False, True, False]
     assert 0 < by_method["fp8"]["kl"] < by_method["turboquant-2"]["kl"]
@@ -27,7 +27,7 @@ def test_rows_and_page_of_the_cells(prepared: Path) -> None:
     page = Path("reports/frontier.md").read_text()
     assert "| **ours-4** |" in page and "| fp8 | 8.00 |" in page
     assert Path("reports/frontier.png").read_bytes().startswith(b"\x89PNG")
-    # What is there stays where there is nothing to show.
+    # A stage without cells to show fails and leaves its files as they were.
     for stage, name in (("frontier", "other"), ("table", "grid")):
         assert invoke(stage, name=name, **({"title": "A grid"} if stage == "table" else {})) == 1
     assert not [*Path("reports").rglob("other.*"), *Path("reports").rglob("grid.*")]

@@ -1,4 +1,4 @@
-"""Everything fixed is folded into the weights: one token through the folded tensors against the unfolded factors."""
+"""Folding of everything fixed into the weights: a token through the folded tensors equals the unfolded factors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +17,16 @@ from recalkv.model.spec import LayerSpec
 GEOMETRY = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1)
 PERMUTATION = [2, 0, 1]
 QUERIES = [4, 5, 0, 1, 2, 3]
-"""Query heads in the order of their KV heads."""
+"""Query heads in the order of the permuted KV heads."""
 COLUMNS = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7]
-"""Columns of the projections in the order of the heads."""
+"""Columns of the key and value projections in the order of the permuted KV heads."""
 ROWS = [4 * head + offset for head in QUERIES for offset in range(4)]
 WIDTHS = {"joint": ([8, 4], [8, 4]), "grouped": ([8, 4], [8, 4]), "whole-values": ([8, 4], [12])}
 RANKS = {"joint": ([6, 3], [6, 3]), "grouped": ([6, 3], [5, 2]), "whole-values": ([6, 3], [7])}
 
 
 class Case:
-    """Random factors and dense tensors, and the tensors that they are folded into; float64."""
+    """Random factors and dense tensors, and the tensors that they are folded into, in float64."""
 
     def __init__(self, shape: str, layout: str, biased: bool, centered: bool, fitted: bool) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ class Case:
         return self.dense.get(f"{name}.bias", torch.zeros(size, dtype=torch.float64))
 
     def latents(self, inputs: Tensor, side: str) -> list[Tensor]:
-        """What is cached of each group."""
+        """Return the cached latents of each group."""
         name = "k_proj" if self.joint or side == "key" else "v_proj"
         cached = inputs @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", torch.zeros(1))
         return list(cached.split((self.keys if name == "k_proj" else self.values).ranks, dim=-1))
@@ -82,7 +82,7 @@ def test_keys_queries_and_outputs_are_those_of_the_factors(
     keys = torch.cat(rebuilt, dim=1) + tensors.get("key_bias", torch.zeros(1))
     torch.testing.assert_close(keys, inputs @ case.keys.dense() + case.bias("k_proj", 12)[COLUMNS])
 
-    # Every query attends to one token of each row: what it reads is that token's values.
+    # Every query attends to a single token per row, so it reads that token's values.
     values = inputs @ case.values.dense() + case.bias("v_proj", 12)[COLUMNS]
     expected = values.view(7, 3, 4).repeat_interleave(2, dim=1).flatten(1) @ case.output[ROWS] + case.bias("o_proj", 20)
     latents = case.latents(inputs, "value")
@@ -121,7 +121,7 @@ def test_norms_of_queries_and_keys_are_kept() -> None:
 
 
 def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever device the factors are read to."""
+    """A fused layer keeps all other tensors and is on its source's device, whatever the device of the factors."""
     case = Case("grouped", "fused", biased=True, centered=True, fitted=True)
     held = {f"self_attn.{name}": tensor for name, tensor in case.dense.items()} | {"mlp.weight": case.draw(3, 20)}
     refit = LayerRefit(case.keys, case.values, case.output, 0.0, 0.0)
@@ -139,7 +139,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
     fused = fuse_layer(source("cpu"), 0, spec, refit, case.mean)
     assert fused.keys() == expected.keys() and fused["mlp.weight"].dtype is held["mlp.weight"].dtype
     assert all(torch.equal(tensor, expected[name].to(tensor.dtype)) for name, tensor in fused.items())
-    # Tensors of that device have no values that could be compared.
+    # Tensors on the meta device have no values to compare.
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     away = fuse_layer(source("meta"), 0, spec, refit, case.mean)
     assert {tensor.device.type for tensor in away.values()} == {"meta"}
@@ -154,7 +154,7 @@ def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     assert torch.equal(tensors["sinks"], dense["sinks"][QUERIES])
     assert torch.equal(tensors["q_norm.weight"], dense["q_norm.weight"][ROWS])
     assert torch.equal(tensors["k_norm.weight"], dense["k_norm.weight"][COLUMNS])
-    # Weights that do not sum to 1: constants of the values stay with them.
+    # Attention weights with sinks do not sum to 1, so constant value terms stay with the values.
     assert torch.equal(tensors["o_proj.bias"], dense["o_proj.bias"]) and case.mean is not None
     means = [case.mean @ left @ right for left, right in zip(case.values.down, case.values.up, strict=True)]
     torch.testing.assert_close(tensors["value_bias"], dense["v_proj.bias"][COLUMNS] + torch.cat(means))

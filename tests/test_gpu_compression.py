@@ -1,4 +1,4 @@
-"""Factors of a GPU equal those of a CPU, every method and bit width; on a CPU, those of other batches."""
+"""Factors on a GPU equal those on a CPU for every method and bit width; on a CPU, for other batch sizes too."""
 
 import functools
 from typing import Any
@@ -16,14 +16,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     for bits in (16, 8, 4, 3, 2, *(["mixed"] if method == "loss-aware" else []))
 }
 ALIKE = tuple(name for name in SETTINGS if name.endswith((" 8", " 3", " 2")))
-"""Of these widths 4 bits stand for all on a CPU."""
+"""Settings that are tested on a GPU only: on a CPU, 4 bits represent these bit widths as well."""
 ELSEWHERE = [
     pytest.param(setting, where, id=f"{setting}, {where[0]}", marks=[pytest.mark.gpu] if where[0] == "cuda" else [])
     for setting in SETTINGS
     for where in (("cpu", 3), ("cuda", 4))
     if where[0] == "cuda" or setting not in ALIKE
 ]
-"""Setting, and device and windows a batch: both only change the order of sums."""
+"""Pairs of setting and (device, windows per batch), both of which change only the order of summation."""
 
 _TOLERANCE = 1e-3
 
@@ -31,12 +31,12 @@ _TOLERANCE = 1e-3
 @functools.cache
 def compressed(setting: str, device: str, batch: int) -> CompressedLayers:
     source = ModuleSource(dense_model("llama-gqa"), device)
-    # Ridges keep solutions from turning on the last bits of the sums.
+    # The ridge keeps solutions from depending on the last bits of the sums.
     return compress_layers(source, windows(), calibration(batch_size=batch), plain(**SETTINGS[setting], damping=1e-2))
 
 
 def products(result: CompressedLayers) -> list[Tensor]:
-    """What does not depend on the basis of the latents: L R, and the output projections."""
+    """Return what does not depend on the basis of the latents: L R and the output projections."""
     dense = [factors.dense() for refit in result.refits for factors in (refit.keys, refit.values)]
     outputs = [refit.output for refit in result.refits if refit.output is not None]
     return [tensor.double().cpu() for tensor in [*dense, *outputs]]

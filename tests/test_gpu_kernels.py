@@ -28,7 +28,7 @@ CASES = {
     "gqa, separate, several queries": Case(**GQA, **SEPARATE, key_rank=256, value_rank=304, slots=2049, queries=3),
 }
 TYPES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest error relative to the largest output; the reference is float64 of the rounded inputs."""
+"""Largest error relative to the largest output, against a float64 reference on the rounded inputs."""
 
 
 @pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_attention(name: str, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def tokens_of(model: Any, step: Any, ids: Tensor, count: int) -> list[Tensor]:
-    """Greedy tokens over a static cache of more slots than are used."""
+    """Return greedy tokens, decoded with a static cache that has more slots than are used."""
     cache = StaticCache(config=model.config, max_cache_len=200)
     token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
     found = [token]

@@ -1,4 +1,4 @@
-"""benchmarks.gpu: steps that fault take no other with them, every record is a line, the page says what is missing."""
+"""benchmarks.gpu: a failing step does not stop the others, every record is a line, the page says what is missing."""
 
 import json
 import zipfile
@@ -17,7 +17,7 @@ from benchmarks.gpu.runner import Setting, run
 from benchmarks.gpu.shapes import GEOMETRIES, dense_model
 from recalkv.evaluation.step_caches import FullCache
 
-# What they share is made once, and not by every worker.
+# Shared fixtures are built once, and not by every xdist worker.
 pytestmark = pytest.mark.xdist_group("gpu_runs")
 
 CPU = Setting("cpu")
@@ -33,7 +33,7 @@ def of(lines: list[dict[str, Any]], event: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
-    """Steps of tests/gpu_steps.py, in a time that is too short for one of them."""
+    """Run the steps of tests/gpu_steps.py within a time that is too short for one of them."""
     path = tmp_path_factory.mktemp("gpu") / "smoke.jsonl"
     path.write_text("of an earlier run\n")
     return run("tests.gpu_steps", path, 900.0, cpu=True), records(path)
@@ -57,7 +57,7 @@ def test_failures_are_recorded_and_the_rest_goes_on(faulty: tuple[int, list[dict
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All parts at tiny sizes."""
+    """Run all parts at tiny sizes."""
     folder = tmp_path_factory.mktemp("dry")
     for part in ("codec", "smoke", "kernels", "models"):
         run(f"benchmarks.gpu.{part}", folder / f"{part}.jsonl", 900.0, cpu=True)
@@ -109,7 +109,7 @@ def test_latents_where_dense_does_not_fit_are_on_the_page(tmp_path: Path) -> Non
 
 
 def test_nothing_is_timed_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that the kernels do not take, and one that is not what plain torch gives."""
+    """A step that the kernels do not serve and a step whose output differs from plain torch are reported, not timed."""
     latents, told = Latents("llama-3.1-8b", "joint s=2", "16 bits, 70 %"), list[dict[str, Any]]()
     layer, plain, _ = latents.layer(CPU)
     assert serves(layer) and not serves(plain)

@@ -1,4 +1,4 @@
-"""Which heads share a latent, by similarity or as they stand, and what their latents leave out."""
+"""Head grouping: which heads share a latent, by similarity or by position, and the energies of the latents."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.steps import problem_of, steps
 
 
 def planted_keys() -> Tensor:
-    """Three heads of which the first and the last have the same key space."""
+    """Return keys of three heads, of which the first and the last span the same key space."""
     weight = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     weight[:, 4:] = weight[:, :2] @ torch.tensor([[0.0, 2.0], [-2.0, 0.0]])
     return weight

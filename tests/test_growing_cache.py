@@ -1,4 +1,4 @@
-"""The cache that does not copy itself: the same contents as transformers' own, in memory that stays."""
+"""The cache that grows without copying: the same contents as transformers' cache, in memory that stays in place."""
 
 import copy
 from typing import Any
@@ -72,7 +72,7 @@ def test_memory_stays_where_it_is() -> None:
 
 @torch.no_grad()
 def test_what_beams_took_is_not_written_over() -> None:
-    """Copies of a cache, and tensors that others have put in its place, are apart from it."""
+    """Changes of a layer leave its deep copy unchanged, and appending to the copy keeps the copy's older keys."""
     layer = GrowingLayer()
     layer.update(*states(10))
     twin = copy.deepcopy(layer)
@@ -95,7 +95,7 @@ def test_gradients_pass() -> None:
 
 
 def test_what_a_gradient_needs_is_not_written_over() -> None:
-    """Queries alone may be trained, whose products keep the latents they were made with."""
+    """Later updates keep the latents that earlier products need for the gradient of the query alone."""
     layer, query, total = GrowingLayer(), torch.randn(2, 1, 1, 5, requires_grad=True), torch.zeros(())
     for tokens in (300, 1, 1):
         keys, _ = layer.update(*states(tokens))

@@ -1,4 +1,4 @@
-"""Models whose layers do not all cache keys and values: those that do are compressed, and the others pass through."""
+"""Hybrid models: layers that cache keys and values are compressed, and all other layers pass through."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def compressed_folder(dense: Path, folder: Path) -> Path:
-    """As the pipeline compresses a folder."""
+    """Compress a checkpoint folder as the pipeline does."""
     source, parameters = CheckpointSource(dense), plain(method="loss-aware", bits="mixed", ratio=0.75)
     result = compress_layers(source, windows(), calibration(), parameters)
     latents = stored_latents(source, result.specs, result.permutations, parameters, {})
@@ -64,7 +64,7 @@ def test_what_keeps_a_state_passes_through_byte_for_byte(family: str, tmp_path: 
 
 
 def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
-    """As transformers does; a tensor that it does not know is refused."""
+    """Weights of multi-token prediction are left out, as in transformers, and an unknown tensor is refused."""
     dense_model(QWEN).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     given = load_file(file)
@@ -77,7 +77,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [QWEN, GRANITE])
 @torch.no_grad()
 def test_the_states_are_those_of_the_dense_model(family: str) -> None:
-    """Byte for byte those of the layers before the first that is compressed, and as large in all."""
+    """States before the first compressed layer are byte-identical, and all states are as large as the dense model's."""
     dense, compressed, _ = compressed_pair(family)
     ids = windows(2, 20)
     caches = [DynamicCache(config=dense.config), growing_cache(compressed.config)]
@@ -94,7 +94,7 @@ def test_the_states_are_those_of_the_dense_model(family: str) -> None:
     spec = LatentSpec.from_config(compressed.config)
     assert cache_bytes_per_token(caches[0]) == 4 * spec.dense_elements_per_token
     assert cache_bytes_per_token(fill_cache(compressed, ids)) == spec.cached_bytes_per_token(4)
-    # A state of four times as many tokens is as large.
+    # The state of a sequence four times as long has the same size.
     assert state_bytes(fill_cache(compressed, windows(1, 80))) == state_bytes(caches[0])
 
 

@@ -33,7 +33,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Rotary:
-    """A rotary module of plain RoPE."""
+    """Rotary module of plain RoPE."""
 
     def __init__(self, head_dim: int, scaling: float = 1.0) -> None:
         self.inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
@@ -42,7 +42,7 @@ class Rotary:
 
 @dataclass
 class Case:
-    """One layer's attention: queries over latents."""
+    """Attention of one layer: queries over latents."""
 
     head_dim: int = 32
     kv_heads: int = 4
@@ -67,7 +67,7 @@ class Case:
 
 
 def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Plain RoPE in float64 on (tokens, d_h)."""
+    """Apply plain RoPE in float64 to (tokens, d_h) states."""
     angles = positions.double()[:, None] * rotary.inv_freq
     cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
     left, right = states.chunk(2, dim=-1)
@@ -75,7 +75,7 @@ def rotate(states: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Problem:
-    """Random tensors of a case, the kernels' result, and the same by loops over heads in float64."""
+    """Random tensors of a case, the kernels' result, and a float64 reference by loops over heads."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case = case
@@ -87,7 +87,7 @@ class Problem:
         self.key_heads = group_sizes(case.kv_heads, min(case.key_group, case.kv_heads))
         value_group = min(case.value_group, case.kv_heads)
         self.value_heads = self.key_heads if case.joint else group_sizes(case.kv_heads, value_group)
-        # Groups differ in rank, but for a step of 0.
+        # Groups differ in rank unless the step is 0.
         self.key_ranks = [case.key_rank - case.rank_step * number for number in range(len(self.key_heads))]
         if case.key_rank == 19:
             self.key_ranks = [32, 16]
@@ -127,7 +127,7 @@ class Problem:
             case.head_dim**-0.5, None if self.bias is None else self.bias.to(DEVICE),
             None if self.norm is None else (self.norm[0].to(DEVICE), self.norm[1]), 0, case.runs or 0,
         ).cpu()  # fmt: skip
-        # Widths of the groups' parts in the input of the output projection.
+        # Width of each group's part in the input of the output projection.
         n_rep = case.query_heads // case.kv_heads
         inner = [case.head_dim] * len(self.value_ranks) if self.value_ups else self.value_ranks
         widths = [width * heads * n_rep for width, heads in zip(inner, self.value_heads, strict=True)]
@@ -172,11 +172,11 @@ class Problem:
         return results
 
     def error(self) -> float:
-        """Largest difference relative to the largest value."""
+        """Return the largest difference relative to the largest value."""
         errors = []
         for ours, reference in zip(self.by_kernels(), self.by_loops(), strict=True):
             assert ours.shape == reference.shape
-            # Python's largest of a number and NaN is the number.
+            # Python's max() of a number and NaN can be the number.
             assert bool(ours.isfinite().all())
             errors.append(float((ours.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-9)))
         return max(errors)
@@ -219,7 +219,7 @@ def test_lengths_and_runs(slots: int, runs: int | None) -> None:
 @pytest.mark.parametrize("queries", [2, 5, 9])
 @pytest.mark.parametrize("query_heads", [2, 6])
 def test_several_queries_see_what_lies_before_them(queries: int, query_heads: int) -> None:
-    """Assisted decoding; with 9 queries of 6 heads the rows of a group take two blocks."""
+    """Several queries attend causally, as in assisted decoding; with 9 queries of 6 heads, a group fills two blocks."""
     assert Problem(Case(kv_heads=2, query_heads=query_heads, queries=queries, joint=True)).error() < 2e-6
 
 
@@ -227,7 +227,7 @@ def test_several_queries_see_what_lies_before_them(queries: int, query_heads: in
 def test_left_padding_and_empty_slots_of_a_static_cache(queries: int) -> None:
     problem = Problem(Case(batch=3, padding=[0, 30, 65], spare_slots=9, queries=queries, slots=90, runs=2))
     assert problem.mask is not None
-    # What no query may see may hold anything.
+    # Latents that are hidden from every query may hold anything.
     hidden = ~problem.mask.any(dim=2)[:, 0]
     problem.z_k[hidden], problem.z_v[hidden] = 0.0, 0.0
     expected = problem.by_loops()
@@ -249,7 +249,7 @@ def test_half_precision(name: str, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize("tile", [64, 128])
 def test_far_positions_are_exact(tile: int) -> None:
-    """Slots 100,000 and on: angles are those of float64, not of a float32 product."""
+    """From slot 100,000 on, the rotation angles equal those of float64, which a float32 product would not."""
     plain = Rotary(64)
     anchors, offsets = TileRotary(plain).tables(tile, 100_100, torch.device("cpu"))
     places = torch.arange(50) + 100_003
@@ -271,7 +271,7 @@ def test_blocks_cover_the_rank(rank: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "heads", "rows"), [([40], [4], 1), ([150, 7], [2, 1], 3), ([300], [8], 9)])
 def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows: int) -> None:
-    """Every element of every group's context is written once."""
+    """Every element of every group's context is written exactly once."""
     blocks, block_rows, block_columns = value_blocks(ranks, heads, rows)
     written = [0] * sum(rank * count * rows for rank, count in zip(ranks, heads, strict=True))
     for _, width, _, count, place, stride in blocks:
@@ -286,7 +286,7 @@ def test_value_blocks_tile_the_context(ranks: list[int], heads: list[int], rows:
 
 @torch.no_grad()
 def last_logits(model: Any, ids: Tensor) -> Tensor:
-    """Of a token that is decoded after a prompt."""
+    """Return the logits of a token that is decoded after a prompt."""
     cache = DynamicCache(config=model.config)
     model(ids[:, :-1].to(DEVICE), past_key_values=cache)
     return model(ids[:, -1:].to(DEVICE), past_key_values=cache).logits.cpu()
@@ -294,7 +294,7 @@ def last_logits(model: Any, ids: Tensor) -> Tensor:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Queries of each call of the kernels."""
+    """Number of queries in each call of the kernels."""
     calls: list[int] = []
     from recalkv.kernels import attention
 
@@ -313,7 +313,7 @@ def test_many_queries_stay_with_torch(counted: list[int]) -> None:
     cache = DynamicCache(config=model.config)
     for part in ids.split([10, 17, 16, 5], dim=1):
         model(part, past_key_values=cache)
-    # Two query heads of each KV head: 34 rows are too many, 32 are not.
+    # With two query heads per KV head, 17 queries (34 rows) are too many, and 16 (32 rows) are not.
     assert counted == [16, 5]
 
 
@@ -349,7 +349,7 @@ def test_written_and_moved_factors_are_seen() -> None:
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware", values="absorbed")
     layer = use_kernels(model.to(DEVICE)).model.layers[0].self_attn
     plan = layer.decoder.plan()
-    # Written by `.data`, which torch does not count: the kernels read the parameters themselves.
+    # Torch does not track writes through `.data`; the kernels read the parameters themselves.
     layer.key_up[0].data.fill_(7.0)
     assert layer.decoder.plan() is plan and bool((plan.key_up[: layer.key_up[0].numel()] == 7.0).all())
     for change in (lambda: setattr(layer.value_up[0], "data", layer.value_up[0].data.clone()), model.half):
@@ -360,7 +360,7 @@ def test_written_and_moved_factors_are_seen() -> None:
 
 
 def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
-    """Factors are views of one buffer, which safetensors would refuse if they overlapped."""
+    """All factors are saved, although they are views of one buffer (safetensors refuses views that overlap)."""
     _, model, _ = tiny.compressed_pair("llama-gqa", method="loss-aware")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     use_kernels(model.to(DEVICE)).save_pretrained(tmp_path)
@@ -368,7 +368,7 @@ def test_a_model_with_kernels_is_saved_whole(tmp_path: Path) -> None:
 
 
 def told_by_auto(model: Any) -> list[str]:
-    """Warnings of the choice between kernels and torch."""
+    """Return the warnings of the choice between kernels and torch."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         use_kernels(model, "auto")
@@ -414,7 +414,7 @@ def test_packed_latents_stay_with_torch(settings: dict[str, Any], counted: list[
 
 
 def test_one_layer_of_packed_latents_leaves_all_to_torch() -> None:
-    """As one does whose attention the kernels do not compute."""
+    """One layer with packed latents leaves all to torch, like a layer whose attention the kernels do not compute."""
     model = tiny.compressed_pair("llama-gqa", method="loss-aware")[1].to(DEVICE)
     model.model.layers[1] = tiny.compressed_pair("llama-gqa", **PACKED["one code"])[1].to(DEVICE).model.layers[1]
     raises(ParameterError, "latents of layer 1 are packed", use_kernels, model)

@@ -24,7 +24,7 @@ COUNT = [0]
 
 
 def in_fork(stage: str, hook: Callable[[], object]) -> int:
-    """Run a stage in a forked process after a hook; its final COUNT, or less the signal that ended it, or -1."""
+    """Run a stage in a forked process after a hook; return its final COUNT, minus the signal that ended it, or -1."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -44,7 +44,7 @@ def in_fork(stage: str, hook: Callable[[], object]) -> int:
 def run_and_kill(stage: str, limit: int) -> int:
     """Run a stage in a forked process that gets SIGKILL at its ``limit``-th write below data/ (0: never).
 
-    Returns the number of writes of an undisturbed run, or -SIGKILL.
+    Return the number of writes of an undisturbed run, or -SIGKILL.
     """
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -61,9 +61,9 @@ def run_and_kill(stage: str, limit: int) -> int:
 
 
 def run_layers(stage: str, limit: int = 99, kill: signal.Signals = signal.SIGKILL) -> int:
-    """Run a stage that sends itself a signal when it has done ``limit`` layers and is about to finish the next.
+    """Run a stage that sends itself a signal after ``limit`` layers, when it is about to finish the next one.
 
-    Returns the number of layers that it did, or the signal.
+    Return the number of finished layers, or what :func:`in_fork` returns for the signal.
     """
     from recalkv.store.stores import StoreWriter
 
@@ -76,7 +76,7 @@ def run_layers(stage: str, limit: int = 99, kill: signal.Signals = signal.SIGKIL
         finish(self, layer, **figures)
 
     def hook() -> None:
-        # A shell in the background has its children ignore it.
+        # Children of a background shell ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         StoreWriter.finish = counted  # type: ignore[method-assign]
 
@@ -84,9 +84,9 @@ def run_layers(stage: str, limit: int = 99, kill: signal.Signals = signal.SIGKIL
 
 
 def drive(stages: list[str], thorough: bool) -> None:
-    """Kill stages at several moments in a copy of the finished pipeline, in the current folder."""
+    """Kill stages at several moments in a copy of the finished pipeline, which is the current folder."""
     for stage in stages:
-        importlib.import_module(f"stages.{stage}")  # once, and not in each fork
+        importlib.import_module(f"stages.{stage}")  # once, instead of in each fork
     for stage in stages:
         output = Path("data") / OUTPUTS[stage]
         expected = folder_hash(output)
@@ -103,7 +103,7 @@ def drive(stages: list[str], thorough: bool) -> None:
         writes = run_and_kill(stage, 0)
         assert writes >= 1, (stage, writes)
         check("undisturbed")
-        # The first write, the middle, and the last ones: marks and renames.
+        # The first write, writes in the middle, and the last ones (marks and renames).
         moments = {1, writes // 4, writes // 2, writes - 2, writes - 1, writes} if thorough else {writes // 2, writes}
         for limit in sorted(moments - {0, -1}):
             clear()
@@ -112,14 +112,14 @@ def drive(stages: list[str], thorough: bool) -> None:
             check(limit, writes)
         if stage in BY_LAYER:
             clear()
-            # Killed after one layer, at once, and after one more.
+            # Signals after one layer, before any layer is finished, and after one more layer.
             for limit, kill in ((1, signal.SIGKILL), (0, signal.SIGTERM), (1, signal.SIGINT)):
                 assert run_layers(stage, limit, kill) == (-1 if kill == signal.SIGINT else -kill), (stage, kill)
             timings = Path("reports/timings.json").read_text()
             assert run_layers(stage) == LAYERS - 2, stage
             assert Path("reports/timings.json").read_text() == timings, "of a part of the layers"
             check("continued")
-            # What was left is of other parameters: all of it again.
+            # Layers that were left by other parameters are all computed again.
             clear()
             assert run_layers(stage, 2) == -signal.SIGKILL
             name = "compression.damping" if stage in COMPRESSION else "calibration.batch_size"
@@ -133,7 +133,7 @@ def drive(stages: list[str], thorough: bool) -> None:
 
 
 def kill_in_a_copy(python: Path, folder: Path, stages: list[str], thorough: bool) -> None:
-    # A process of its own: the parent of the forks must not have used zarr, whose threads do not survive a fork.
+    # In a separate process: the parent of the forks must not have used zarr, whose threads do not survive a fork.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     code = f"from tests.test_kill import drive; drive({stages}, {thorough})"
     done = process(python, "-c", code, cwd=folder, env=environment)
@@ -153,7 +153,7 @@ def test_every_stage_killed_at_many_moments(fresh_python: Path, prepared: Path) 
 
 @pytest.mark.slow
 def test_dvc_recovers_from_a_killed_run(project: Path) -> None:
-    """Kill dvc and its stage together at several moments; the next repro ends in the undisturbed bytes."""
+    """After dvc and its stage are killed together at several moments, the next repro gives the undisturbed bytes."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(project), "PATH": path}
     process("dvc", "init", "--no-scm", "-q", cwd=project, env=environment)

@@ -1,4 +1,4 @@
-"""Latency: a step's output against float64, the search for batches, and the stage. No times."""
+"""Latency: outputs of timed steps against float64, the search for batch sizes, and the stage; no times are tested."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ ALIKE = (
     "mixtral", "qwen2-moe", "qwen3-moe", "seed-oss", "arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid",
     "qwen3.5-moe-hybrid", "ministral", "olmo3-sliding",
 )  # fmt: skip
-"""What they differ in is not in an attention module, or another has it."""
+"""Families that differ outside the attention module, or in what another family covers."""
 
 CASES = [
     ("llama-gqa", {}),
@@ -53,7 +53,7 @@ def test_steps_are_right_and_complete(family: str, changes: dict[str, Any]) -> N
     dense, compressed, _ = pair(family, **changes)
     layer = typical_layer(compressed.config)
     module, before = module_of(dense, layer), dense.config._attn_implementation
-    # Where all layers slide, no cache holds more than the window's tokens.
+    # Where all layers have sliding windows, no cache holds more tokens than the window.
     context = 32 if "full_attention" in layer_attention_types(dense.config) else 16
     baseline = dense_step(Step(module, context), 2)
     assert baseline.name == family_of(dense.config).attention_implementation
@@ -77,7 +77,7 @@ def test_a_wrong_module_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decoding_is_the_same_over_every_cache(family: str, changes: dict[str, Any]) -> None:
     for model in pair(family, **changes)[:2]:
         contents = prompt_contents(model)
-        # Shorter and longer than the prompt whose contents are repeated.
+        # One context is shorter and one longer than the prompt, whose contents are repeated.
         for context in (16, 150) if family == "llama-gqa" else (16,):
             logits = {kind: time_decoding(model, contents, kind, 2, context, 3)[1] for kind in CACHES}
             check_same(logits, "here")

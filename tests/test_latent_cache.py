@@ -1,4 +1,4 @@
-"""What the cache holds to the byte, and what conformance does not combine: masks, positions, weights, gradients."""
+"""Cases of the latent cache that the conformance tests do not combine: masks, positions, weights, gradients."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from recalkv.model.values import MAX_EXPLICIT_QUERIES, latent_context
 from tests.tiny import FAMILIES, SIZES, VALUES, VOCABULARY, compressed_pair, windows
 
 pair = functools.cache(compressed_pair)
-LONG = 2 * MAX_EXPLICIT_QUERIES + 2  # beyond the limit of explicit scores
+LONG = 2 * MAX_EXPLICIT_QUERIES + 2  # above the limit for explicit scores
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 
 def in_pieces(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
-    """Logits of all tokens, fed through one cache in pieces of these lengths."""
+    """Return the logits of all tokens, fed through one cache in pieces of these lengths."""
     cache = DynamicCache(config=model.config)
     return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(lengths, dim=1)], dim=1)
 
@@ -45,7 +45,7 @@ def in_pieces(model: Any, ids: Tensor, lengths: list[int]) -> Tensor:
 )
 def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
     dense, compressed, _ = (copy.deepcopy(each) for each in pair(family, ratio=0.0, method=method))
-    # What the models differ by, and not how float32 rounds either.
+    # In float64, the models' differences show and not how float32 rounds.
     dense, compressed, ids = dense.double(), compressed.double(), windows(2, LONG)
     expected = dense(ids).logits
     assert_close(compressed(ids).logits, expected)
@@ -53,7 +53,7 @@ def test_full_rank_equals_the_dense_model(family: str, method: str) -> None:
 
 
 class LargestMatrix(TorchDispatchMode):
-    """Records the most elements that the last two dimensions of any result had."""
+    """Records the largest number of elements in the last two dimensions of any result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_prefill_makes_no_score_matrix(mode: str, method: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "llama-yarn", "qwen2-bias"])
 def test_shifted_positions(family: str) -> None:
-    """A constant shift changes nothing, in the first piece and in later ones."""
+    """A constant shift of the positions changes nothing, in the first piece and in later ones."""
     compressed, ids = compressed_model(family), windows(2, 20)
     positions, cache = torch.arange(11, 31)[None].expand(2, -1), DynamicCache(config=compressed.config)
     pieces = [
@@ -102,7 +102,7 @@ def test_shifted_positions(family: str) -> None:
 @pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("lengths", [[10, 25], [50, 40]])
 def test_packed_sequences(lengths: list[int], mode: str) -> None:
-    """Sequences packed into one row, told by restarting positions, do not see each other."""
+    """Sequences packed into one row, separated by restarting positions, do not see each other."""
     compressed, ids = compressed_model("llama-gqa", values=mode), windows(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = compressed(ids, position_ids=positions, use_cache=False).logits
@@ -112,7 +112,7 @@ def test_packed_sequences(lengths: list[int], mode: str) -> None:
 @pytest.mark.parametrize("mode", VALUES)
 @pytest.mark.parametrize("tokens", [20, LONG])
 def test_prepared_masks(tokens: int, mode: str) -> None:
-    """Boolean and additive four-dimensional masks, here one that blocks a middle token."""
+    """Boolean and additive four-dimensional masks are applied, here with a blocked token in the middle."""
     _, compressed, twin = pair("llama-gqa", values=mode)
     ids, allowed = windows(2, tokens), torch.ones(tokens, tokens, dtype=torch.bool).tril()
     allowed[8:, 7] = False
@@ -177,7 +177,7 @@ def test_quantized_caches_are_refused(bits: Any) -> None:
 
 
 def test_continuous_batching_is_refused() -> None:
-    """It has no place for latents, and gave other texts without a word."""
+    """Continuous batching is refused, since it has no cache for latents and would silently generate other texts."""
     model = compressed_model("llama-gqa", method="loss-aware")
     with pytest.raises(ParameterError, match="has no cache of latents in"):
         model.generate_batch(inputs=[[5, 6, 7], [8, 9]])
@@ -185,7 +185,7 @@ def test_continuous_batching_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scores_keep_their_differences_where_keys_have_much_in_common(dtype: torch.dtype) -> None:
-    """As those with biases: products in 16 bits would be rounded by more than tells them apart, or overflow."""
+    """Scores stay accurate where keys share a large component, as from biases, that overwhelms 16-bit products."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, slots, 16, generator=generator) for heads, slots in ((6, 2), (3, 20)))
     query, key = ((states + 300 * torch.eye(16)[3]).to(dtype) for states in (query, key))

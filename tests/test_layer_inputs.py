@@ -1,4 +1,4 @@
-"""Layer inputs on disk: what was put in comes out, in its type, from several writers."""
+"""Layer inputs on disk: what several writers put is read back, as stored in the given dtype."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_windows_past_the_end_are_dropped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_writers_of_different_windows(tmp_path: Path, first: int) -> None:
-    """Neither truncates what the other has written, whoever makes the file."""
+    """Two writers of different windows do not truncate each other's data, whichever creates the file."""
     whole = states(*SHAPE)
     writers = [LayerInputs(tmp_path, SHAPE, torch.float32) for _ in range(2)]
     for window in (0, 3, 1, 4, 2):
@@ -87,7 +87,7 @@ def test_only_whole_inputs_of_the_pass_are_taken(tmp_path: Path) -> None:
 
 
 def test_inputs_of_all_layers_of_a_hybrid_model_are_whole(tmp_path: Path) -> None:
-    """Those of layers that keep a state are gradients' too."""
+    """Inputs of all layers of a hybrid model are kept, since gradients pass through layers with a state as well."""
     source, ids = ModuleSource(dense_model("qwen3-next-hybrid")), windows(2, 8)
     inputs = LayerInputs(tmp_path / "inputs", (2, 8, source.geometry.hidden), torch.float32)
     list(collect_input_moments(source, ids, 2, inputs))

@@ -1,4 +1,4 @@
-"""Layer streaming: every layer's activations are those of the whole model, from memory and from files."""
+"""Layer streaming: activations of every layer equal those of the whole model, from memory and from files."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.tiny import ALL_FAMILIES, dense_model, windows
 
 @torch.no_grad()
 def streamed_states(source: LayerSource, ids: Tensor) -> list[Tensor]:
-    """Input of each layer, and the output of the last after the final norm, as Hugging Face numbers them."""
+    """Return the input of each layer and the output of the final norm, in the order of Hugging Face's hidden states."""
     hidden = source.embed(ids, 2)
     states = [torch.cat(hidden)]
     for place, _ in source.decoder_layers():
@@ -47,7 +47,7 @@ def test_activations_equal_the_hidden_states(family: str, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     for source in (ModuleSource(model), CheckpointSource(tmp_path)):
-        # 40 tokens are longer than the sliding windows of 16; three windows leave an uneven last batch.
+        # 40 tokens exceed the sliding windows of 16; three windows make the last batch uneven.
         assert_equals_model(source, model, windows(samples=3, length=40))
 
 
@@ -78,7 +78,7 @@ def test_of_a_multimodal_model_the_language_model_is_taken(family: str, tied: bo
     with torch.no_grad():
         loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
         torch.testing.assert_close(loaded(ids).logits, text(ids).logits)
-        # What measures models finds its parts where those of others are.
+        # The evaluation finds the parts of this model where other models have them.
         with quantized_cache(loaded, quantizer("fp8", loaded.config.head_dim)):
             assert not torch.equal(loaded(ids).logits, text(ids).logits)
 
@@ -93,7 +93,7 @@ def test_single_file_checkpoint_in_half_precision_is_read_as_float32(tmp_path: P
     assert set(tensors) == set(expected)
     assert all(torch.equal(tensors[name], expected[name].float()) for name in expected)
     assert source.embed(windows(), 4)[0].dtype == torch.float32
-    # Not model.float(): its rotary frequencies were rounded to bfloat16 with the rest.
+    # Not model.float(): its rotary frequencies were rounded to bfloat16 together with the weights.
     widened = dense_model("llama-gqa")
     widened.load_state_dict(model.state_dict())
     assert_equals_model(source, widened, windows(samples=2, length=24))

@@ -1,4 +1,4 @@
-"""Who imports whom: what decodes stands by itself, and the rooms of the library depend on each other one way."""
+"""Import structure: decoding code is independent, and the packages of the library depend on each other one way."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT, process
 
-# Modules of the library, by their dotted names.
+# Modules of the library, by dotted name.
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "recalkv").rglob("*.py")
@@ -32,7 +32,7 @@ DECODING = sorted(
 
 
 def imported(tree: ast.AST, types: bool = False) -> Iterator[tuple[str, str | None]]:
-    """(module, name) of every import, those in functions too; those for type checkers alone if ``types``."""
+    """Yield (module, name) of every import, also in functions; those for type checkers only if ``types``."""
     for node in ast.iter_child_nodes(tree):
         if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -47,7 +47,7 @@ def imported(tree: ast.AST, types: bool = False) -> Iterator[tuple[str, str | No
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
-    """What a module imports: modules of the library by their full names, others by their first part."""
+    """Return the imports of a module: library modules by their full name, other packages by their top-level name."""
     found = set()
     for name, member in imported(ast.parse(FILES[module].read_text())):
         if name.split(".")[0] == "recalkv":
@@ -59,20 +59,20 @@ def imports(module: str) -> frozenset[str]:
 
 @functools.cache
 def reached(module: str) -> dict[str, tuple[str, ...]]:
-    """Everything that a module imports in the end, with one way there."""
+    """Return all direct and indirect imports of a module, each with one import path."""
     ways: dict[str, tuple[str, ...]] = {module: (module,)}
     queue = [module]
     for at in queue:
         for name in imports(at) - ways.keys():
             ways[name] = (*ways[at], name)
-            # The package itself offers `compress` lazily, to those who ask for it.
+            # The package itself imports `compress` lazily, on request.
             if name in FILES and name != "recalkv":
                 queue.append(name)
     return ways
 
 
 def room(module: str) -> str:
-    """Folder of a module of the library, or the module's own name where it stands outside of them."""
+    """Return the folder of a library module, or the module's name if it is in no folder."""
     parts = module.split(".")
     return parts[1] if parts[0] == "recalkv" and len(parts) > 1 else ""
 
@@ -82,9 +82,9 @@ def crossings(module: str, rooms: set[str]) -> list[str]:
 
 
 def test_the_graph_is_seen() -> None:
-    """Otherwise the tests below would pass on nothing."""
+    """The import graph is not empty; otherwise the tests below would check nothing."""
     assert len(DECODING) > 20 and "recalkv.model.attention" in reached("recalkv.kernels.decoder")
-    # Imports in functions count.
+    # Imports in functions count as well.
     assert "recalkv.model.card" in imports("recalkv.model.modeling")
     assert crossings("recalkv.method.refit", {"statistics"})
 
@@ -103,7 +103,7 @@ def test_what_decodes_needs_few_packages(module: str) -> None:
 
 
 def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> None:
-    """The image of a GPU machine may lack it, and a container have no folder that can be written to."""
+    """Without Numba (as on some GPU images) or a writable cache folder (as in containers), no loops are compiled."""
     code = """
         import sys
         import warnings
@@ -128,7 +128,7 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
 
 
 def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
-    """Numba looks at a function's own file only; others are in the name that it is kept by."""
+    """The cache name of compiled code covers all its source files, as Numba checks only the function's file."""
     shutil.copytree(ROOT / "recalkv/trellis", tmp_path / "trellis", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "records.py").touch()
     source, found = "def loop(address): pass", dict[str, Any]()
@@ -139,7 +139,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
         spec = importlib.util.spec_from_file_location("loops_of_a_copy", tmp_path / "trellis/cpu/vectors.py")
         assert spec is not None and spec.loader is not None
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        loop = types.FunctionType(found["loop"].__code__, {"__name__": __name__})  # Numba imports a loop's module
+        loop = types.FunctionType(found["loop"].__code__, {"__name__": __name__})  # Numba imports the module of a loop
         return str(module.called(loop)._cache._cache_file._index_name)
 
     names = [kept_as(), kept_as()]
@@ -153,7 +153,7 @@ def test_compiled_code_is_of_all_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize("patience", [0.01, 1e6])
 def test_who_waits_is_told(patience: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     class Slow:
-        """Finds no module, after a while."""
+        """Finder that finds no module, after a delay."""
 
         def find_spec(self, name: str, *_: object) -> None:
             if name == "recalkv.runtime.cpu.layer":
@@ -172,7 +172,7 @@ def test_who_waits_is_told(patience: float, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_rooms_depend_one_way() -> None:
-    """Each imports those before it alone."""
+    """Every package imports only packages that come before it in this order."""
     order = [
         "errors", "params", "trellis", "cache", "model", "text", "presets", "kernels", "statistics", "method", "codec",
         "runtime", "store", "evaluation", "vllm", "reports", "compression", "fitting", "recipe", "commands", "", "cli",
@@ -191,7 +191,7 @@ def test_no_modules_import_each_other() -> None:
 
 @pytest.mark.parametrize("module", sorted(name for name in FILES if room(name) in ("codec", "runtime")))
 def test_the_codec_stands_by_itself(module: str) -> None:
-    """A second form beside latents: it uses their method and their codes, and nothing of their models."""
+    """The codec, a second format beside latents, uses their method and codes but nothing of their models."""
     rooms = {room(name) for name in imports(module) if name.startswith("recalkv")}
     assert rooms <= {"", "codec", "runtime", "method", "cache", "trellis", "errors", "params", "text"}
 
@@ -201,7 +201,7 @@ def test_the_library_knows_no_stages() -> None:
 
 
 def test_no_code_of_a_checkpoint_is_run() -> None:
-    """Unless told so, transformers asks on the standard input whether it may."""
+    """Every load forbids remote code; by default, transformers asks on standard input whether to run it."""
     loads = []
     for path in sorted({*ROOT.glob("recalkv/**/*.py"), *ROOT.glob("stages/*.py")}):
         calls = (ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

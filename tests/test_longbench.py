@@ -1,4 +1,4 @@
-"""LongBench: official prompts and truncation, lm-eval's metrics, and the suite."""
+"""LongBench: official prompts and truncation, lm-eval's metrics, and the whole suite."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 
 class Scripted:
-    """A model that gives one answer and remembers what it was asked."""
+    """A model that always gives the same answer and records its prompts."""
 
     def __init__(self, answer: str) -> None:
         self.config = tiny.dense_model("llama-gqa").config
@@ -48,7 +48,7 @@ def write(folder: Path, task: str, question: str = "question", **fields: Any) ->
     return path
 
 
-# The prompts of LongBench's own code (config/dataset2prompt.json), for this item.
+# Ends of the prompts in LongBench's code (config/dataset2prompt.json) for this item.
 ENDS = {
     "qasper": "Question: Who is it?\n\nAnswer:", "qmsum": "Query: Who is it?\nAnswer:",
     "multi_news": "Now, write a one-page summary of all the news.\n\nSummary:", "trec": "It is a cache.\nWho is it?",
@@ -78,7 +78,7 @@ def test_prompts_are_the_official_ones(tmp_path: Path, task: str, question: str)
 def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str, score: float) -> None:
     file = write(tmp_path, "triviaqa")
     assert longbench(Scripted(answer), Characters(), "triviaqa", file, ONE).scores == (score,)
-    # Elsewhere the whole answer counts: one of five words is right once.
+    # Other tasks score the whole answer: one of its five words is right.
     file = write(tmp_path, "qasper")
     whole = longbench(Scripted("cache of two or three"), Characters(), "qasper", file, ONE)
     assert whole.scores == (pytest.approx(2 * 0.2 * 1 / 1.2),)
@@ -90,7 +90,7 @@ def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
     file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
     longbench(model, Characters(), "trec", file, ONE)
-    # 4000 positions less 64 of the answer.
+    # 4000 positions minus 64 for the answer.
     assert len(model.prompts[0]) == 3936 and model.prompts[0].startswith("Please determine")
     assert model.prompts[0].endswith("01999 \nWho is it?")
     longbench(model, Characters(), "trec", file, LongBenchParams(limit=1, max_length=100))

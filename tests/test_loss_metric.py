@@ -26,7 +26,7 @@ def collected(model: Any, ids: Tensor, folder: Path) -> list[LossMoments]:
 
 
 def tokens_of(model: Any, ids: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and gradients of each window's summed loss at the keys and values: (windows, length, .) float64."""
+    """Return inputs, and gradients of each window's summed loss at keys and values: (windows, length, .) float64."""
     rows: list[list[Tensor]] = [[], [], []]
     outputs: list[Tensor] = []
     attention = attending_layers(model)[index].self_attn
@@ -185,7 +185,7 @@ def test_singular_metrics_give_finite_factors(inputs: int, outputs: int, damping
         assert error <= objective(weight, torch.zeros_like(weight), gram, gradient) * (1 + 1e-9)
         if rank >= min(inputs, outputs) or rank == 6:
             assert error <= 1e-2 * objective(weight, torch.zeros_like(weight), gram, gradient)
-        # Latents have the outputs' magnitude, whatever that of the gradients.
+        # Latents have the magnitude of the outputs, whatever that of the gradients.
         up = factors.up[0]
         gauge = up @ up.T
         torch.testing.assert_close(gauge, torch.eye(len(gauge), dtype=torch.float64), rtol=1e-6, atol=1e-8)

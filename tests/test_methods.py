@@ -1,4 +1,4 @@
-"""The method is resolved once: its own choices, those of the parameters, and what excludes what."""
+"""Method resolution: defaults of the method, choices of the parameters, and choices that exclude each other."""
 
 import dataclasses
 import typing
@@ -41,7 +41,7 @@ def test_auto_is_the_methods_own(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("choice", "value"), [(choice, value) for choice in OTHERS for value in OTHERS[choice]])
 def test_a_choice_of_its_own_changes_nothing_else(name: str, choice: str, value: Any) -> None:
-    # A latent of keys and values has no OVC; the two are refused together below.
+    # A joint latent of keys and values has no OVC; the combination is refused, as tested below.
     refit = {"refit": "none"} if (choice, value) in (("joint", True), ("refit", "values")) else {}
     joint = {"joint": False} if (choice, value) == ("refit", "values") else {}
     changes = refit | joint | {choice: value}
@@ -67,7 +67,7 @@ def test_the_output_is_fitted_where_much_is_left_out(given: dict[str, Any], refi
 def test_values_are_grouped_alone_with_the_keys_or_all_at_once() -> None:
     assert method_of(method="recalkv", group_size=2).value_group_size(5) == 5
     assert method_of(method="palu", group_size=2).value_group_size(5) == 2
-    # Values that share the keys' latents are grouped as these are.
+    # Values that share the keys' latents are grouped like the keys.
     assert method_of(method="recalkv", joint=True, refit="none", group_size=2).value_group_size(5) == 2
 
 

@@ -1,4 +1,4 @@
-"""Real models: joining their parts, many cells in one process, and the page."""
+"""Real models: joining their parts, many cells in one process, and the report page."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     names, out = ["fp8", "codec-4", "turboquant-3", "latents-8", "palu-8"], Path("data/cells/models/tiny")
     assert invoke("cells", out=out, names=names) == 0
     cells = {name: json.loads((out / f"{name}.json").read_text()) for name in names}
-    # As each stage measures it alone: nothing of a cell is left in the model for the next.
+    # Equal to what each stage measures alone: no cell leaves anything in the model for the next one.
     alone = prepared / "alone.json"
     assert invoke("quantizer", out=alone, name="turboquant-3") == 0
     assert json.loads(alone.read_text()).items() <= cells["turboquant-3"].items()
@@ -60,7 +60,7 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     expected = json.loads(alone.read_text())
     del expected["setting"]
     assert expected.items() <= cells["latents-8"].items()
-    # What is there stays; what is missing, or was measured otherwise, is measured.
+    # Existing cells are kept; missing cells, and cells measured under another key, are measured.
     (out / "fp8.json").unlink()
     (out / "palu-8.json").write_text(json.dumps(cells["palu-8"] | {"key": "other"}))
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
@@ -84,7 +84,7 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     model = json.loads(Path("reports/models.json").read_text())["models"]["tiny"]
     bits = {row["method"]: row["bits_per_element"] for row in model["rows"]}
     assert bits["fp8"] == 8 and bits["turboquant-3"] == 3 + 16 / model["head_dim"]
-    # Rows of at most 4 bits, and 36 exact tokens of 2,048.
+    # Rows of at most 4 bits per element, and 36 exact tokens of 2,048.
     assert 3.5 < bits["codec-4"] - 36 * 16 / 2048 <= 4
     page = Path("reports/models.md").read_text()
     assert "| **codec-4** |" in page and "![Divergence by bits](models/tiny.png)" in page
@@ -96,12 +96,12 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     assert f"| {cell['perplexity']:.2f} | {cell['excess_nats']:+.4f} ± " in words and "| 21.00 | +0.0500 ± " in words
     assert f"| tiny | max_excess=0.1 | {bits['codec-4']:.2f} | {kl:.4f} ± " in page
     assert Path("reports/models/tiny.png").read_bytes().startswith(b"\x89PNG")
-    # What is measured elsewhere stays: models, and settings of a model.
+    # Results that were measured elsewhere are kept: other models, and other settings of a model.
     report = json.loads(Path("reports/models.json").read_text())
     report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
     report["models"]["tiny"]["rows"].append(report["models"]["tiny"]["rows"][0] | {"method": "codec-2"})
     report["calibrations"]["tiny"]["4 windows"] = report["calibrations"]["tiny"]["2 windows"]
-    # Differences from other scores of the dense model do not.
+    # Differences from other scores of the dense model are not kept.
     answers = Path("data/cells/answers/tiny/gsm8k")
     answers.mkdir(parents=True)
     (answers / "dense.json").write_text(json.dumps({"scores": {"gsm8k": [1.0]}, "texts": {}, "ran": "here"}))
@@ -139,7 +139,7 @@ def test_tasks_by_every_form_of_cache(
 ) -> None:
     template = read_reference(Path("data/model")).folder / "chat_template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    request.addfinalizer(template.unlink)  # the folder is other tests' too
+    request.addfinalizer(template.unlink)  # other tests share the folder
     row = {"task": "vt", "max_length": 40, "input": "Find the words.", "outputs": ["a", "e"], "gen_prefix": "They are"}
     items = prepared / "items.jsonl"
     items.write_text("".join(json.dumps(row | {"input": f"Find {number}."}) + "\n" for number in range(3)))
@@ -149,7 +149,7 @@ def test_tasks_by_every_form_of_cache(
     found = {name: json.loads((out / "ruler" / f"{name}.json").read_text()) for name in names}
     assert all(len(each["scores"]["vt, 40"]) == len(each["texts"]["vt, 40"]) == 2 for each in found.values())
     assert found["dense"]["texts"] != found["turboquant-2"]["texts"] and found["dense"]["ran"].startswith("float32, ")
-    # What is there of the same items stays.
+    # Results for the same items are kept.
     path = out / "ruler" / "dense.json"
     path.write_text(json.dumps(found["dense"] | {"texts": {}}))
     assert invoke("answers", out=out / "ruler", names=["dense"], **asked) == 0
@@ -158,7 +158,7 @@ def test_tasks_by_every_form_of_cache(
     assert invoke("answers", out=out / "ruler", names=["dense"], **asked) == 0
     assert json.loads(path.read_text())["texts"] != {}
 
-    # Choices are read in one pass, for which a quantized cache is simulated.
+    # Multiple choice is scored in one pass, for which a quantized cache is simulated.
     choices, seen = prepared / "choices", []
     choices.mkdir()
     for task in PAPER_TASKS:
@@ -180,11 +180,11 @@ def test_tasks_by_every_form_of_cache(
 
 
 def test_bits_of_layers_with_windows_and_of_those_left_exact() -> None:
-    # Of six layers the first two and the last two are exact, and the third caches 512 tokens alone.
+    # Of six layers, the first two and the last two are exact, and the third caches only 512 tokens.
     tokens, rows = [2048, 2048, 512, 2048, 2048, 2048], 4 + (16 + 32) / 2 / 64
     found = _bits("vllm-turboquant-4", {}, tokens, 64)
     assert found == pytest.approx((rows * (512 + 2048) + 16 * 4 * 2048) / sum(tokens))
-    # Rows of 32 bytes and 36 exact tokens of 128 bytes, of 64 numbers a token.
+    # Rows of 32 bytes and 36 exact tokens of 128 bytes, with 64 elements per token.
     cell = {"row_bytes": [32] * 6, "exact_bytes": [36 * 128] * 6, "dense_bytes_per_token": 6 * 128}
     assert _bits("codec-4", cell, tokens, 64) == pytest.approx(4 + 16 * 6 * 36 / sum(tokens))
 
@@ -197,7 +197,7 @@ def test_contexts_and_biases_of_one_model(prepared: Path) -> None:
     assert all(each["kl"][0] > 0 for each in found["rows"])
     assert invoke("biases", out=prepared / "biases.json", names=["fp8"]) == 0
     found = json.loads((prepared / "biases.json").read_text())
-    # A model without biases: nothing is taken off.
+    # The model has no biases, so nothing is subtracted.
     assert all(layer["bias"] == 0 < layer["keys"] for layer in found["layers"])
     assert found["rows"][0]["kl"] == found["rows"][0]["kl_without_bias"] > 0
 
@@ -209,7 +209,7 @@ def row(method: str, bits: float, kl: float) -> dict[str, object]:
 
 def test_where_a_form_ends_and_what_beats_it() -> None:
     rows = [row("codec-4", 4, 0.001), row("codec-2", 2, 0.1), row("fp8", 8, 0.01), row("codec-per-head-3", 3, 0.05)]
-    # Halfway between .001 and .1 on a logarithmic axis lies .01; halfway between 2 and 4 bits, sqrt(8).
+    # On logarithmic axes, .01 is halfway between .001 and .1, and sqrt(8) is halfway between 2 and 4 bits.
     assert crossing(rows, "codec", "text", 0.01) == pytest.approx(8**0.5)
     assert crossing(rows, "codec", "text", 0.2) is None and beaten(rows) == []
     rows += [row("kivi-2", 2, 0.05)]

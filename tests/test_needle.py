@@ -1,4 +1,4 @@
-"""Needles in a haystack: prompts hold what they say, and what is scored comes out of the cache, of any kind."""
+"""Needle in a haystack: prompts contain the needles, and scores are read from the cache, whatever its kind."""
 
 import functools
 import json
@@ -52,7 +52,7 @@ def test_places_are_those_of_the_digits() -> None:
 
 
 class Scripted:
-    """A model that gives the digits of a number probability 1, but for those that it gets wrong."""
+    """A model that gives the digits of a number probability 1, except for those that it gets wrong."""
 
     def __init__(self, wrong: set[int], places: Tensor) -> None:
         self.device, self.wrong, self.places = torch.device("cpu"), wrong, places
@@ -77,7 +77,7 @@ def test_scores_by_hand(wrong: set[int], digits: float, generated: float) -> Non
 
 
 def one_pass(model: Any, wanted: NeedleParams) -> Tensor:
-    """The same scores from the logits of whole prompts, without a cache."""
+    """Compute the same scores from the logits of whole prompts, without a cache."""
     scores = torch.zeros(3, len(wanted.lengths), wanted.trials, len(wanted.depths), dtype=torch.float64)
     for i, length in enumerate(wanted.lengths):
         for j in range(wanted.trials):
@@ -95,7 +95,7 @@ def one_pass(model: Any, wanted: NeedleParams) -> Tensor:
 
 @torch.inference_mode(False)
 def models(name: str) -> Any:
-    """A dense tiny model, or one with latents in mixed bits."""
+    """Return a dense tiny model, or one with mixed-bit latents."""
     if name == "mixed":
         return tiny.compressed_pair("llama-gqa", method="loss-aware", bits="mixed")[1]
     return tiny.dense_model(name)
@@ -144,7 +144,7 @@ def test_greedy_decoding_gets_right_what_is_scored_as_generated() -> None:
     context, (question,) = needle_context(Characters("^"), HAYSTACK, 150, [0.5], random.Random(0))
     prompt = torch.cat([context, question])[None, :-DIGITS]
     answer = model.generate(prompt, max_new_tokens=DIGITS, do_sample=False, eos_token_id=None)[0, -DIGITS:]
-    # The number is what it says up to some digit, and wrong from there on.
+    # The number agrees with the answer up to some digit, and is wrong from there on.
     for right in (0, 2, DIGITS):
         told = torch.cat([question[:-DIGITS], answer])
         told[len(told) - DIGITS + right :] += 1
@@ -177,16 +177,16 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     assert "| turboquant-2 | 4.00 |" in page and "2 prompts of each length" in page
     assert Path("reports/suites/needle.png").read_bytes().startswith(b"\x89PNG")
     assert invoke("needle_page", data=Path("nowhere")) == 1
-    # What has no cell stays.
+    # Results whose cell is missing are kept.
     Path("data/cells/needle/codec-4.json").unlink()
     assert invoke("needle_page") == 0
     assert json.loads(Path("reports/suites/needle.json").read_text()) == found
-    # But for what was asked in another way.
+    # Results under other settings are not kept.
     cells = {path.stem: json.loads(path.read_text()) for path in Path("data/cells/needle").glob("*.json")}
     assert {row["method"] for row in report(cells, found | {"setting": {}})["rows"]} == {*cells}
     other = {"other": cells["dense"] | {"depths": [0.5]}}
     raises(DataError, "dense, .* beside other; measure all", report, other | cells)
-    # They are not of the default run, whose costs are kept.
+    # These stages are not part of the default run, whose costs are recorded.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 
 

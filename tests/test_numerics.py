@@ -1,4 +1,4 @@
-"""Numerics that large models bring: outlier channels, rank-deficient statistics, half precision, other devices."""
+"""Numerical conditions of large models: outlier channels, rank-deficient statistics, half precision."""
 
 import copy
 import functools
@@ -16,8 +16,8 @@ from recalkv.params import CompressionParams
 from recalkv.statistics.whitening import MomentAccumulator, damped
 from tests.tiny import assemble, calibration, dense_model, plain, windows
 
-# Fisher scores, and a ridge relative to the mean diagonal, depend on how inputs and weights share a factor;
-# energies of outputs do not.
+# Fisher scores, and a ridge relative to the mean diagonal, depend on how a factor is split between inputs and weights;
+# the energies of outputs do not.
 PLAIN: dict[str, Any] = {"allocation": "uniform", "damping": 0.0}
 METHODS: dict[str, dict[str, Any]] = {"loss-aware": {}, "recalkv": PLAIN, "palu": PLAIN}
 
@@ -27,10 +27,10 @@ def settings(method: str, ratio: float = 0.5) -> CompressionParams:
 
 
 def outliers(size: float) -> Tensor:
-    """Inputs of which two channels are large and vary little, as the massive activations of LLaMA are."""
+    """Return inputs with two channels that are large and vary little, like the massive activations of LLaMA."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(512, 64, generator=generator)
-    # Half-way between independent and shared between tokens and channels.
+    # Between independent and fully correlated across tokens and channels.
     rows = rows + torch.randn(512, 1, generator=generator) * torch.randn(64, generator=generator)
     rows[:, 3] = size * (1 + 0.01 * rows[:, 3])
     rows[:, 17] = -size / 10 * (1 + 0.1 * rows[:, 17])
@@ -38,7 +38,7 @@ def outliers(size: float) -> Tensor:
 
 
 def with_outliers(size: float) -> Any:
-    """A tiny model whose attention reads outlier channels of this size."""
+    """Return a tiny model whose attention reads outlier channels of this size."""
     model = dense_model("llama-gqa")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -89,12 +89,12 @@ def test_outlier_channels_do_not_decide_the_factors(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ids", [windows(1, 3), windows(1, 12), torch.full((2, 16), 7)], ids=["3", "12", "constant"])
 def test_fewer_tokens_than_directions_leave_everything_finite(method: str, ids: Tensor) -> None:
-    """As few of them, or the same one everywhere."""
+    """Compression stays finite with fewer tokens than directions, or with the same token everywhere."""
     dense, parameters = dense_model("llama-gqa"), settings(method)
     result = compress_layers(ModuleSource(dense), ids, calibration(), parameters)
     small = assemble(dense, result, parameters)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in small.state_dict().values())
-    # On the text of the calibration, enough rank for all its directions loses nothing.
+    # A rank that is large enough for all directions of the calibration text loses nothing on that text.
     if ids.numel() == 3:
         torch.testing.assert_close(small(ids).logits, dense(ids).logits, rtol=0.05, atol=0.05)
 

@@ -1,4 +1,4 @@
-"""No step mixes devices: on one that refuses it (tests/tagged.py), every method and number of bits runs through."""
+"""No step mixes devices: every method and bit width runs on a device that refuses to mix (tests/tagged.py)."""
 
 import os
 from pathlib import Path
@@ -16,13 +16,13 @@ def run(python: Path, what: str, folder: Path) -> None:
 
 
 def test_in_memory(fresh_python: Path, tmp_path: Path) -> None:
-    """The device refuses operands of the host, and no setting has any."""
+    """No setting passes operands on the host to the device, which refuses them."""
     run(fresh_python, "library", tmp_path)
 
 
 @pytest.mark.slow
 def test_stages(fresh_python: Path, tmp_path: Path, tiny_parameters: dict[str, Any]) -> None:
-    """What is read from stores goes to the device, and no eigenvalue is found on the host."""
+    """The stages move what they read from stores to the device, and compute no eigenvalues on the host."""
     tiny_parameters["runtime"]["device"] = "tagged:0"
     write_pipeline(tmp_path, tiny_parameters)
     run(fresh_python, "stages", tmp_path)

@@ -1,4 +1,4 @@
-"""The output projection's ridge regression, against least squares and its limits."""
+"""Ridge regression of the output projection, against least squares and its limits."""
 
 import pytest
 import torch

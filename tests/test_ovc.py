@@ -17,7 +17,7 @@ GROUPS = {"whole": [[0, 1, 2]], "uneven": [[0, 2], [1]], "per head": [[2], [0], 
 
 
 def setting(seed: int, tokens: int = 50) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, dense inputs and the inputs behind a compressed prefix."""
+    """Return a weight, dense inputs, and the inputs after a compressed prefix."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(WIDTH, HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
     dense = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
@@ -34,7 +34,7 @@ def start(weight: Tensor, inputs: Tensor, columns: list[Tensor], ranks: list[int
 def sweeps(
     count: int, factors: LowRank, columns: list[Tensor], weight: Tensor, gram: Tensor, damping: float
 ) -> list[CalibratedValues]:
-    """The two closed forms over and over, each time from the last result."""
+    """Apply the two closed forms repeatedly, each time to the last result."""
     results = []
     for _ in range(count):
         results.append(calibrate_values(factors, columns, weight, gram, damping))
@@ -105,7 +105,7 @@ def test_fewer_tokens_than_hidden_size() -> None:
         result = calibrate_values(factors, columns, weight, compressed.T @ compressed, damping)
         assert bool(torch.isfinite(result.factors.dense()).all())
         assert result.error_after <= result.error_before + 1e-12
-        assert result.error_after < 1e-6  # rank 8 holds all that 5 tokens show
+        assert result.error_after < 1e-6  # rank 8 covers all directions of 5 tokens
 
 
 def test_solver_on_regular_and_on_singular_systems() -> None:

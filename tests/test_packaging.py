@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that an environment with its base requirements alone is enough to load and compress."""
+"""The wheel: its contents, and that its base requirements alone suffice to load and compress models."""
 
 import email
 import os
@@ -16,14 +16,14 @@ import recalkv
 from tests import tiny
 from tests.conftest import ROOT, copy_parts, process
 
-# One process builds the wheel and its environment.
+# One xdist worker builds the wheel and its environment.
 pytestmark = pytest.mark.xdist_group("packaging")
 PARTS = ("recalkv", "recalkv_command.py", "stages", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing is left in the project."""
+    """Build the wheel from a copy, so that nothing is left in the project."""
     folder = tmp_path_factory.mktemp("wheel")
     copy_parts(PARTS, folder, "__pycache__")
     process(sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('dist')", cwd=folder)
@@ -57,7 +57,7 @@ def test_metadata(wheel: Path) -> None:
 
 
 def requirements(wheel: Path) -> set[str]:
-    """Distributions that the wheel's base requirements come down to."""
+    """Return the distributions that the wheel's base requirements resolve to."""
     found: set[str] = set()
     left = [Requirement(line) for line in metadata(wheel).get_all("Requires-Dist")]
     while left:
@@ -73,7 +73,7 @@ def requirements(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter of an environment with the wheel and its base requirements, linked from this one."""
+    """Create an environment with the wheel and its base requirements, linked from this one; return its interpreter."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     interpreter = folder / "bin" / "python"

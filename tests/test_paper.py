@@ -1,4 +1,4 @@
-"""The paper's figures: as printed, and beside ours only where model, ratio and bits are the same."""
+"""The paper's figures: as printed, and compared with ours only where model, ratio and bits are the same."""
 
 import json
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_grids_stand_beside_the_text_and_the_variant_that_they_measured() -> Non
 
 
 def test_averages_are_those_of_the_scores_but_one() -> None:
-    # A slip in typing a figure would show; the paper's own slip is noted in the file.
+    # A typing error in a figure would show; the one in the paper itself is noted in the file.
     texts = {"wikitext2", "ptb", "c4", "zero_shot_average", "longbench_average"}
     off = []
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""Parameter file: complete, checked, and clear about what is wrong with it."""
+"""Parameter file: complete, validated, and with clear messages about what is wrong in it."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ EVERY_KEY = [(section, key) for section, model in SECTIONS.items() for key in mo
 
 @pytest.fixture
 def raw() -> dict[str, dict[str, Any]]:
-    """The defaults of every section, as a file would hold them."""
+    """Return the defaults of every section, as a file would hold them."""
     return {name: model().model_dump() for name, model in SECTIONS.items()}  # type: ignore[misc]
 
 
@@ -27,7 +27,7 @@ def write(folder: Path, content: Any) -> Path:
 
 
 def told(raw: Any) -> str:
-    """Why a file of this content is refused."""
+    """Return the message with which a file of this content is refused."""
     with pytest.raises(ParameterError) as caught:
         parse_params(raw, "params.yaml")
     return str(caught.value)

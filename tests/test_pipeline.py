@@ -1,4 +1,4 @@
-"""The pipeline end to end on a tiny model: repro, no-op, bad input, stores that do not belong together, one call."""
+"""The pipeline end to end on a tiny model: repro, no-op, bad input, mismatched stores, and the one-call API."""
 
 import errno
 import json
@@ -20,10 +20,10 @@ from tests.conftest import Finished, process
 from tests.pipeline import COMPRESSION, STAGES, change, folder_hash, invoke
 from tests.warm_python import warm_python
 
-# As one group they are begun early: the first of them takes longer than any other.
+# These tests form one xdist group so that they start early: the first one takes longer than any other test.
 pytestmark = pytest.mark.xdist_group("pipeline")
 OWN = "recalkv.compression", "recalkv.evaluation.latency", "recalkv.runtime.models", "recalkv.text.windows"
-"""What stages import of the project."""
+"""Project modules that the stages import."""
 
 
 def dvc(project: Path, *arguments: str) -> str:
@@ -38,15 +38,15 @@ def test_repro_runs_every_stage_once(fresh_python: Path, project: Path, finished
         first = dvc(project, "repro")
     for stage in ("paper", *(set(STAGES) - {"cell"})):
         assert f"Running stage '{stage}'" in first
-    # The same bytes as the stages leave without DVC.
+    # The same bytes as from the stages without DVC.
     for name in ("whiten.zarr", "calibrate.zarr", "compressed"):
         assert folder_hash(project / "data" / name) == folder_hash(finished.folder / "data" / name), name
     assert not (project / "data/activations").exists() and "perplexity" in dvc(project, "metrics", "show")
     again = dvc(project, "repro")
     assert "Running stage" not in again and "up to date" in again
-    # The cost of a rerun is recorded, and nothing reruns for it.
+    # The cost of a run is recorded, and reruns nothing.
     timings = json.loads((project / "reports/timings.json").read_text())
-    # A cell is run with other parameters than those of the file, and is none of the stages.
+    # A cell runs with parameters other than those of the file, and does not count as a stage.
     assert set(timings) == {*STAGES} - {"cell"}
     assert all(set(each) == {"wall_seconds", "cpu_seconds", "peak_resident_mib"} for each in timings.values())
     (project / "reports/timings.json").unlink()
@@ -65,11 +65,11 @@ def test_who_pulls_has_nothing_to_compute(project: Path) -> None:
     dvc(other, "pull")
     assert folder_hash(other / "data/compressed") == folder_hash(project / "data/compressed")
     assert "Running stage" not in dvc(other, "repro")
-    # What no remote holds is made again where it is needed, to the same bytes.
+    # Outputs that the remote does not hold are computed again on demand, to the same bytes.
     before = folder_hash(other / "data/fisher.zarr")
     dvc(other, "repro", "--single-item", "--force", "fisher")
     assert folder_hash(other / "data/fisher.zarr") == before
-    # A changed ratio reruns nothing before the groups.
+    # A changed ratio reruns only the stages from the head grouping on.
     parameters = project / "params.yaml"
     parameters.write_text(parameters.read_text().replace("ratio: 0.5", "ratio: 0.7"))
     rerun = dvc(project, "repro")
@@ -139,7 +139,7 @@ def test_bad_input_names_value_rule_and_remedy_and_leaves_nothing(
         monkeypatch.setattr(f"huggingface_hub.{name}", Mock(side_effect=OSError("no network in the tests")))
     change(parameter, value)
     (prepared / "short.txt").write_text("a text")
-    # Refused before a weight is read: the config is all that is there of the checkpoint.
+    # The refusal comes before any weight is read: the checkpoint's config is all that is left.
     for weights in (prepared / "data/compressed").glob("*.safetensors"):
         weights.unlink()
     before = everything(prepared)
@@ -165,7 +165,7 @@ def test_stores_of_different_windows_are_not_read_together(prepared: Path, capsy
     shutil.rmtree(prepared / "data/allocate.zarr")
     for stage in ("sample", "whiten", "reorder"):
         assert invoke(stage) == 0
-    # The gradients are still those of the windows of seed 0.
+    # The gradients are still those of the windows from seed 0.
     assert invoke("allocate") == 1
     message = capsys.readouterr().err
     assert "is of other calibration windows than" in message and "run `dvc repro" in message
@@ -208,8 +208,8 @@ def test_few_calibration_tokens_only_warn(prepared: Path, capsys: pytest.Capture
 
 
 def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
-    # The pipeline's own choices do not leak into the methods beside it, which may have none of them; what --set names
-    # does.
+    # Choices in params.yaml do not leak into the other methods, which may not support them; choices given with --set do
+    # apply.
     for key, value in (("bits", "mixed"), ("joint", True), ("damping", 0.3)):
         change(f"compression.{key}", value)
     changes = ["compression.method=palu", "compression.ratio=0.6"]
@@ -223,7 +223,7 @@ def test_a_cell_takes_the_method_as_it_is_meant(prepared: Path) -> None:
 
 
 def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its layers may be of other windows: another run may have put its own there in between."""
+    """Layer inputs left by an interrupted run do not count as complete, as another run may have replaced some."""
     assert invoke("whiten") == 0 and (prepared / "data/activations/of").exists()
     whole, done = StoreWriter.finish, []
 
@@ -240,7 +240,7 @@ def test_inputs_of_an_interrupted_run_are_not_taken_for_whole(prepared: Path, mo
 
 
 def test_a_checkpoint_names_the_precision_of_its_statistics(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not that of the machine where it is put together."""
+    """A checkpoint records the precision of its statistics, not that of the machine that assembles it."""
     taken = open_store(prepared / "data/whiten.zarr", "whiten").attributes["parameters"]["precision"]
     other = "bfloat16" if taken == "float32" else "float32"
     monkeypatch.setattr("stages.common.resolve_precision", lambda *_: other)

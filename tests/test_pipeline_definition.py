@@ -1,4 +1,4 @@
-"""dvc.yaml against the code: dependencies follow imports and reads, commands parse, and what a change reruns."""
+"""dvc.yaml against the code: dependencies match imports and reads, and changes rerun the right stages."""
 
 import ast
 import functools
@@ -22,22 +22,22 @@ GRIDS = {
     for file in ("grids/dvc.yaml", "grids/frontier/dvc.yaml", "grids/models/dvc.yaml")
     for name, stage in yaml.safe_load((ROOT / file).read_text())["stages"].items()
 }
-# Code that cannot change what a stage computes: messages, parameter descriptions (the values are tracked by DVC
-# themselves), time keeping, and the plumbing around the call.
+# Code that cannot change what a stage computes: messages, parameter descriptions (DVC tracks the values themselves),
+# time measurement, and the code around the call.
 UNTRACKED = {
     "recalkv/__init__.py",  # registers classes with transformers
     "recalkv/errors.py",
     "recalkv/params.py",
-    "recalkv/model/precision.py",  # what it decides is in the stores
+    "recalkv/model/precision.py",  # its decision is recorded in the stores
     "recalkv/evaluation/resources.py",
     "stages/common.py",
 }
-# Of these nothing depends: costs of the runs, and what the whitening pass keeps for the Fisher pass after it.
+# Nothing depends on these outputs: costs of the runs, and the layer inputs kept from the whitening to the Fisher pass.
 LEFT_BEHIND = ("reports/timings.json", "data/activations")
 
 
 def module_of(stage: str) -> str:
-    """File that a stage runs: the command's module."""
+    """Return the file of the module that a stage's command runs."""
     command = next(each for each in as_list(PIPELINE[stage]["cmd"]))
     return "stages/" + command.split("python -m stages.")[1].split()[0] + ".py"
 
@@ -48,7 +48,7 @@ def as_list(value: Any) -> list[str]:
 
 @functools.cache
 def imported_modules(path: str) -> set[str]:
-    """Project files that a file imports, directly, anywhere in it."""
+    """Return the project files that a file imports directly, anywhere in it."""
     found = set()
     for module, member in imported(ast.parse((ROOT / path).read_text()), types=True):
         # `from package import module` and `from module import name` look alike.
@@ -59,12 +59,12 @@ def imported_modules(path: str) -> set[str]:
 
 @functools.cache
 def has_code(path: Path) -> bool:
-    """Whether a file is there, with more in it than a docstring, as most packages' have none."""
+    """Whether a file exists and contains more than a docstring, unlike most packages' ``__init__.py``."""
     return path.exists() and len(ast.parse(path.read_text()).body) > 1
 
 
 def closure(path: str) -> set[str]:
-    """A file and all project files that it needs."""
+    """Return a file and all project files that it needs."""
     seen, todo = set(), [path]
     while todo:
         current = todo.pop()
@@ -93,19 +93,19 @@ def test_code_dependencies_of_grids_are_what_they_import(stage: str) -> None:
     modules += [f"recalkv/commands/{name}.py" for name in re.findall(r"\brecalkv (\w+) ", command)]
     needed = set().union(*map(closure, modules))
     if "recalkv fit" in command:
-        needed.add("recalkv/params.py")  # the command's defaults are no values of params.yaml
+        needed.add("recalkv/params.py")  # the command's defaults come from here, not from params.yaml
     code = [dep for dep in GRIDS[stage]["deps"] if dep.startswith(("recalkv", "stages"))]
     assert sorted(path for path in needed if not tracked(path, code)) == []
     assert [dep for dep in code if not any(tracked(path, [dep]) for path in needed)] == []
 
 
 def in_pipeline(stage: str) -> dict[str, Any]:
-    """Definition of a stage; a cell's is that of the paper's method."""
+    """Return the definition of a stage; that of a cell is the one of the paper's method."""
     return PIPELINE["paper" if stage == "cell" else stage]
 
 
 def outputs(stage: dict[str, Any]) -> list[str]:
-    """Everything that a stage leaves."""
+    """Return everything that a stage writes."""
     listed = [*as_list(stage.get("outs", [])), *as_list(stage.get("metrics", []))]
     return [next(iter(each)) if isinstance(each, dict) else each for each in listed]
 
@@ -114,7 +114,7 @@ def outputs(stage: dict[str, Any]) -> list[str]:
 def test_a_stage_tracks_the_parameters_that_it_reads_and_no_others(stage: str, finished: Finished) -> None:
     sections = {each.partition(".")[0] for each in in_pipeline(stage).get("params", [])}
     read = finished.seen[stage]["params"] & set(Params.model_fields)
-    # Where things run changes no result beyond rounding: latency measures just that, and machine names it.
+    # Where a stage runs changes results only by rounding, but latency measures just that, and machine records it.
     assert sections == {"latency": read, "machine": read | {"runtime"}}.get(stage, read - {"runtime"})
 
 
@@ -125,7 +125,7 @@ def test_a_stage_tracks_the_files_that_it_reads_and_no_others(stage: str, finish
     dependencies = [dep for dep in definition["deps"] if dep.startswith(("data/", "reports/"))]
     assert sorted(path for path in read if not tracked(path, [*dependencies, *own])) == []
     unread = [dep for dep in dependencies if not any(tracked(path, [dep]) for path in read)]
-    # The paper's figures are of its own models.
+    # The paper's figures are for the paper's models only.
     assert unread == (["reports/paper.json"] if stage == "report" else [])
 
 
@@ -138,7 +138,7 @@ def test_stages_leave_nothing_that_is_no_output(finished: Finished) -> None:
 
 
 def rerun_by(section: str) -> set[str]:
-    """Stages that a change in a section of params.yaml reruns: those that track it, and all that depend on them."""
+    """Return the stages that a change in a section of params.yaml reruns, directly or through dependencies."""
     found: set[str] = set()
     left: set[str] = set()
     for name, stage in PIPELINE.items():
@@ -164,7 +164,7 @@ def test_what_reruns_follows_from_the_graph() -> None:
 
 
 def test_what_a_cell_is_kept_by_is_what_its_stage_depends_on() -> None:
-    """Or figures of other code would be kept."""
+    """A cell is keyed by all code that its stage depends on; otherwise figures from other code would be kept."""
     code = {dep.removeprefix("recalkv/") for dep in GRIDS["grids/models/dvc.yaml cells"]["deps"] if "recalkv/" in dep}
-    # Stores and texts are known by what they hold.
+    # Stores and texts are identified by their content.
     assert set().union(*forms._CODE.values()) | {"evaluation/perplexity.py"} == code - {"store", "text"}

@@ -1,4 +1,4 @@
-"""Presets: complete, with the paper's settings, and runnable on the same architectures scaled down."""
+"""Presets: complete, with the paper's settings, and runnable on their architectures scaled down."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from tests import tiny
 from tests.commands import done, refused
 from tests.conftest import ROOT
 
-# Presets of one kind differ in the model alone. Its own head counts; widths and depth scaled down.
+# One preset of each kind, as the others differ only in the model: true head counts, widths and depth scaled down.
 GATED = tiny.EXPERTS | tiny.LINEAR_ATTENTION | {
     "num_attention_heads": 16, "num_key_value_heads": 2, "shared_expert_intermediate_size": 24,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_the_project_starts_from_the_defaults() -> None:
-    """One set of defaults: those of recalkv.params are the file's, with every description."""
+    """params.yaml holds the defaults of recalkv.params, with every description."""
     assert (ROOT / "params.yaml").read_text() == render(preset("default")), "run `recalkv preset default --overwrite`"
 
 
@@ -66,12 +66,12 @@ def test_preset_compresses_its_architecture_scaled_down(name: str, monkeypatch: 
     parameters, windows = preset(name).compression, tiny.windows(4, 32)
     result = compress_layers(ModuleSource(dense), windows, tiny.calibration(), parameters)
     compressed, twin = tiny.assemble(dense, result, parameters), tiny.reconstructed_twin(dense, result)
-    # Latents as they are before they are rounded.
+    # Latents before quantization.
     monkeypatch.setattr(RowLayout, "pack", lambda self, latents: latents)
     monkeypatch.setattr(RowLayout, "unpack", lambda self, rows, dtype: rows)
     with torch.no_grad():
         found, expected = compressed(windows).logits, twin(windows).logits
-    # Random weights this large amplify rounding, in models with a state from one token to the next.
+    # Large random weights amplify rounding in models that carry a state from one token to the next.
     difference, size = (found - expected).abs(), expected.std()
     assert difference.mean() < 1e-4 * size and difference.max() < 1e-3 * size
     spec = LatentSpec.from_config(compressed.config)
@@ -102,7 +102,7 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(
 ) -> None:
     path = tmp_path / "mine.yaml"
     done("preset", "llama-7b", "--out", path)
-    # A preset as it was written has nothing to lose, at whatever ratio.
+    # An unmodified preset has nothing to lose, at whatever ratio.
     done("preset", "llama-2-7b", "--out", path, "--ratio", "0.6")
     done("preset", "llama-3.1-8b", "--out", path)
     assert path.read_text() == render(preset("llama-3.1-8b"))
@@ -111,7 +111,7 @@ def test_command_starts_from_the_defaults_and_keeps_what_was_changed(
     path.write_text(changed)
     said = refused("preset", "default", "--out", path)
     assert "mine.yaml" in said and "--overwrite" in said and path.read_text() == changed
-    # A full disk leaves the old file.
+    # A full disk leaves the old file in place.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         assert "no space left on the disk" in refused("preset", "default", "--out", path, "--overwrite")

@@ -1,4 +1,4 @@
-"""One layer's problem: whose statistics the method's metric takes, and what gets a latent of its own."""
+"""The problem of one layer: the statistics that the metric takes, and the parts that get a latent each."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_metric_has_its_own_moments(metric: str) -> None:
 @pytest.mark.parametrize("metric", ["weight", "activation", "loss"])
 @pytest.mark.parametrize("shape", ["joint", "grouped", "whole-values"])
 def test_parts_are_those_of_the_definition(metric: str, shape: str) -> None:
-    """Weight, second moment of the outputs and output metric of every latent, from the layer's own statistics."""
+    """Every part has the weight, output moment and output metric of its definition, from the layer's statistics."""
     method, joint = ("recalkv", False) if shape == "whole-values" else ("palu", shape == "joint")
     given = steps("llama-mha", method=method, joint=joint, metric=metric, damping=0.01)
     problem = given.problem(1)

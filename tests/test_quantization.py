@@ -34,7 +34,7 @@ def normal(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 1, 33)])
 def test_rows_are_those_of_the_codec(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether Numba's loops or torch write and read them; zeros fill what segments lack."""
+    """Rows equal those of the codec, whether Numba or torch packs and unpacks them; zeros pad incomplete segments."""
     segments, latents = [Segment(5, 8), Segment(9, 4), Segment(16, 3), Segment(3, 2), Segment(8, 1)], normal(*shape, 41)
     layout = RowLayout([segments[:2], segments[2:]])
     assert layout.width == 41 and layout.row_bytes == (1 + 8) + (1 + 8) + (1 + 6) + (1 + 2) + (1 + 1)
@@ -79,7 +79,7 @@ def test_rows_do_not_follow_the_default_device(fresh_python: Path) -> None:
 
 
 def test_rows_are_traced_as_one_node() -> None:
-    """A compiled model packs by the same loops."""
+    """A compiled model packs rows with the same loops, traced as a single node."""
     layout, latents = RowLayout([[Segment(20, 4), Segment(8, 2)]]), normal(3, 28)
     assert torch.equal(torch.compile(layout.pack, fullgraph=True, backend="eager")(latents), layout.pack(latents))
     assert str(torch.export.export(_Packer(layout), (latents,)).graph).count("recalkv.pack_rows") == 1
@@ -137,7 +137,7 @@ def code_bits(segments: list[tuple[Segment, ...]]) -> float:
 
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9])
 def test_mixed_bits_are_as_good_as_any(ratio: float) -> None:
-    """Lagrange: at any price of a bit, no assignment with as many bits loses less than the cheapest of all."""
+    """The loss of mixed bits is close to the Lagrangian lower bound for all assignments with as few bits."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(96, generator=generator) * 2 for _ in range(20)]
     energies = [own.exp().sort().values.flip(0).double().tolist() for own in drawn]
@@ -190,7 +190,7 @@ def test_shared_scales_leave_the_least_noise_for_one_step() -> None:
 
 
 def test_noise_costs_most_where_latents_vary_most() -> None:
-    """With scales shared, a segment's latents vary as their noise costs: in the plain error, where bits are equal."""
+    """With shared scales and equal bits, a segment's covariance is proportional to the cost of noise in the outputs."""
     dense, parameters = tiny.dense_model("llama-gqa"), plain(bits=4, ratio=0.7, group_size=3)
     statistics = tiny.statistics("llama-gqa", 3)
     result = compress_layers(ModuleSource(dense), tiny.windows(), tiny.calibration(), parameters, statistics=statistics)

@@ -17,7 +17,7 @@ from recalkv.evaluation.quantizers import QUANTIZERS, CacheQuantizer, gaussian_c
 from tests import raises, tiny
 
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq.core.quantize"}
-"""Packages of transformers' quantized cache, by the names of the quantizers."""
+"""Backend packages of transformers' quantized cache, by the first part of the quantizers' names."""
 
 
 def states(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,7 +25,7 @@ def states(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def made(name: str, head_dim: int) -> CacheQuantizer:
-    """A quantizer; a test of one whose package is not installed is skipped."""
+    """Return a quantizer, or skip the test if the package of its backend is not installed."""
     package = BACKENDS.get(name.partition("-")[0])
     if package is not None:
         pytest.importorskip(package, reason=f"{package} comes with the extra `quantizers`")
@@ -34,15 +34,15 @@ def made(name: str, head_dim: int) -> CacheQuantizer:
 
 def test_integers_by_hand() -> None:
     four = quantizer("rotated-int4", 4)
-    # The rotation keeps lengths, so a constant vector times it comes back up to the grid's step.
+    # The rotation preserves norms, so the error is bounded by the step of the grid.
     exact = states(1, 1, 5, 4)
     assert float((four.keys(exact) - exact).abs().max()) < 0.5 * float(exact.abs().max()) / 7
     kivi = quantizer("kivi-2", 32)
-    # Values: 0 to 3 are the four levels of two bits, in every group of 32 channels.
+    # Values: 0 to 3 are the four levels of 2 bits in every group of 32 channels.
     values = torch.tensor([0.0, 1, 2, 3] * 8)[None, None, None]
     torch.testing.assert_close(kivi.values(values), values)
     torch.testing.assert_close(kivi.values(values + 0.3), values + 0.3, atol=1e-3, rtol=0)
-    # Keys: the same along 32 tokens of a channel, whatever the other channels are.
+    # Keys: the same along 32 tokens of a channel, independent of the other channels.
     keys = torch.stack([torch.tensor([0.0, 1, 2, 3] * 8), 100 * torch.ones(32)], dim=1)[None, None]
     torch.testing.assert_close(kivi.keys(keys), keys)
     assert not torch.allclose(kivi.values(keys.mT), quantizer("kivi-2", 32).keys(keys.mT.repeat(1, 1, 16, 1))[:, :, :2])
@@ -58,24 +58,24 @@ def test_fp8_is_that_of_torch_and_saturates() -> None:
 
 def test_nvfp4_by_hand() -> None:
     four = quantizer("nvfp4", 32)
-    # The largest element has the scale 448 and the level 6; all levels of e2m1 are there beside it.
+    # The largest element has scale 448 and level 6; its block contains all other levels of E2M1.
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 6])
     exact = torch.cat([levels, 0 * levels])[None, None, None]
     torch.testing.assert_close(four.keys(exact), exact)
-    # 2.5 lies between 2 and 3, and 5.1 is nearer to 6 than to 4.
+    # 2.1 is nearer to 2 than to 3.
     torch.testing.assert_close(four.keys(exact + 0.1 * (exact == 2)), exact)
-    # A block of small numbers has a scale of its own, of three bits of mantissa.
+    # A block of small values has a separate scale, with a mantissa of three bits.
     small = torch.cat([levels, levels / 128])[None, None, None]
     torch.testing.assert_close(four.keys(small), small)
 
 
 def test_llama_cpps_blocks_by_hand() -> None:
     rows = torch.arange(-16.0, 16.0)[None, None, None]
-    # The largest of a block, here -16, has the code 0 of 16 and a step of 2; ties go away from the largest's side.
+    # The largest of a block, here -16, has code 0 of 16 and the step is 2; ties are rounded away from its side.
     assert quantizer("q4_0", 32).keys(rows)[0, 0, 0, :5].tolist() == [-16, -14, -14, -12, -12]
     assert float((quantizer("q4_0", 32).keys(rows) - rows).abs().max()) == 1
     assert float((quantizer("q8_0", 32).keys(rows) - rows).abs().max()) <= 0.5 * 16 / 127 + 16 * 2**-11
-    # A rotation spreads one large element over its head.
+    # The rotation spreads one large element over its head.
     spiky = torch.zeros(1, 1, 1, 64)
     spiky[..., 0], spiky[..., 1:] = 100, states(63)
     errors = [(quantizer(name, 64).keys(spiky) - spiky)[..., 1:] for name in ("q4_0", "q4_0-rotated")]
@@ -90,7 +90,7 @@ def test_vllms_scales_per_token_and_head() -> None:
         quantizer("int8-token-head", 4).keys(rows), torch.tensor([[127.0, -3, 1, 0], [1.27, 0.01, -0.5, 0]])[None, None]
     )
     four, random = quantizer("int4-token-head", 64), states(1, 2, 200, 64)
-    # Uniform noise of a step of the range / 15: 200 x 64 elements of a Gaussian have a range of about 4.8 sigma.
+    # Uniform noise with a step of range / 15: the 64 Gaussian elements of a row have a range of about 4.8 sigma.
     assert float((four.keys(random) - random).square().mean()) == pytest.approx((4.8 / 15) ** 2 / 12, rel=0.15)
 
 
@@ -98,7 +98,7 @@ def test_vllms_turboquant_keeps_norms_and_skips_layers() -> None:
     turbo, random = quantizer("vllm-turboquant-4", 64), 3 * states(1, 2, 200, 64)
     torch.testing.assert_close(turbo.keys(random).norm(dim=-1), random.norm(dim=-1), rtol=1e-3, atol=0)
     assert float((turbo.keys(random) - random).square().sum() / random.square().sum()) == pytest.approx(0.0095, rel=0.1)
-    # 16 levels from the least to the largest.
+    # The 16 levels run from the smallest to the largest value.
     values = torch.arange(16.0).repeat(4)[None, None, None]
     torch.testing.assert_close(turbo.values(values), values)
     assert list(turbo.layers(6)) == [2, 3]
@@ -114,7 +114,7 @@ def test_one_scale_of_a_layer() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codebook_is_that_of_max(bits: int) -> None:
     levels = gaussian_codebook(bits)
-    # J. Max (1960), table I: distortion of the best quantizer with 4, 8 and 16 levels.
+    # J. Max (1960), table I: distortion of the optimal quantizer with 4, 8 and 16 levels.
     distortion = {2: 0.1175, 3: 0.03454, 4: 0.009497}[bits]
     sample = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     nearest = levels[torch.bucketize(sample, (levels[1:] + levels[:-1]) / 2)]
@@ -143,7 +143,7 @@ def test_turboquant_leaves_the_distortion_of_its_codebook_whatever_the_vectors(b
 def test_bits_count_scales_and_exact_windows(name: str, bits: float) -> None:
     rounding = dataclasses.replace(made(name, 64), exact_layers=0)
     assert rounding.bits == bits
-    # Of transformers' window, which is emptied whenever it is full, as many are exact where it is fullest.
+    # transformers flushes its residual window when it is full; this is the number of exact tokens in a full window.
     exact = 128 if name.startswith(("kivi", "quanto", "hqq")) else 0
     assert rounding.bits_per_element(2048) == pytest.approx(bits + (16 - bits) * exact / 2048)
     assert rounding.bits_per_element(32768) == pytest.approx(bits + (16 - bits) * exact / 32768)
@@ -156,7 +156,7 @@ def test_what_is_rounded_leaves_the_window_in_whole_steps() -> None:
 
 
 def small(name: str, **changes: Any) -> CacheQuantizer:
-    """A quantizer for the tiny models' heads of 8, KIVI with groups and a window that fit, others with such steps."""
+    """Return a quantizer for the tiny models' head size of 8, with groups, windows and steps reduced to fit."""
     wide = name.startswith(("kivi", "q4_0", "q8_0", "nvfp4"))
     rounding = made(name, 32 if wide else 8)
 
@@ -167,14 +167,14 @@ def small(name: str, **changes: Any) -> CacheQuantizer:
         return dataclasses.replace(rounding, values=widened(rounding.values), exact=8, step=32)
     if wide:
         return dataclasses.replace(rounding, keys=widened(rounding.keys), values=widened(rounding.values))
-    # Of the tiny models all layers would be among those at the ends.
+    # All layers of the tiny models would be among the exact layers at both ends.
     return dataclasses.replace(rounding, step=min(rounding.step, 32), exact_layers=0)
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        # Scales of whole layers are those of the text at hand, and so of all of it.
+        # Quantizers with whole-layer scales are left out: in one pass, those scales are taken from the whole text.
         *(("llama-gqa", name) for name in sorted(QUANTIZERS.keys() - {"fp8-tensor", "nvfp4"})),
         *itertools.product(["qwen3-qk-norm", "gemma2-softcap", "gpt-oss-sinks"], ["fp8", "kivi-4"]),
     ],
@@ -187,11 +187,11 @@ def test_one_pass_is_decoding_token_by_token(family: str, name: str) -> None:
         whole = window_scores(model, windows, dense=reference.states)
     rounded = {"prefill": 1, "cache": lambda: quantized_layers(model, rounding)}
     single = window_scores(model, windows, dense=reference.states, **rounded)
-    # HQQ's fit depends a little on how much is rounded together.
+    # HQQ's fit depends slightly on how many tokens are rounded together.
     limit = 1e-3 if name.startswith("hqq") else 1e-4
     torch.testing.assert_close(whole.losses, single.losses, rtol=limit, atol=limit)
     assert whole.divergences is not None and float(whole.divergences.min()) > 1e-7
-    # And the model is as it was.
+    # The model is unchanged afterwards.
     torch.testing.assert_close(window_scores(model, windows).losses, reference.losses)
 
 
@@ -209,7 +209,7 @@ def test_backends_round_as_the_cache_of_transformers_does(name: str) -> None:
     cache = QuantizedCache(backend, config, nbits=int(bits), axis_key=axis, axis_value=axis)
     prompt, following = (states(2, 3, tokens, 64, seed=tokens) for tokens in (256, 200))
     cache.update(prompt, 2 * prompt, 0)
-    # Past the flush of the window, which rounds all of it again.
+    # Past the flush of the residual window, which rounds all tokens again.
     for token in following.split(1, dim=2):
         keys, values = cache.update(token, 2 * token, 0)
     whole, rounded = torch.cat([prompt, following], dim=2), 256 + rounding.step
@@ -225,7 +225,7 @@ def test_a_backend_that_is_not_installed_is_named(name: str, monkeypatch: pytest
 
 
 def test_a_window_of_exact_tokens_reads_a_prompt_as_it_comes() -> None:
-    """KIVI's own prompts attend to exact keys and values; what is decoded after them finds them rounded."""
+    """As in KIVI, a prompt attends to exact keys and values, and tokens decoded after it read them rounded."""
     model, ids = tiny.dense_model("llama-gqa"), torch.randint(0, tiny.VOCABULARY, (2, 90))
     with torch.no_grad():
         dense, cache = model(ids).logits, quantized_layers(model, small("kivi-2"))

@@ -1,4 +1,4 @@
-"""Rank allocation: budget met from below within one step, legal ranks, fair shares, clear refusals."""
+"""Rank allocation: budget met from below within one step, legal ranks, fair shares, clear errors."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)
 
 
 def random_model(generator: random.Random) -> list[Projection]:
-    """Keys in groups (the last one may be smaller) and whole or grouped values, skewed scores."""
+    """Draw grouped keys (the last group may be smaller), whole or grouped values, and skewed scores."""
     heads, head_dim = generator.choice([1, 2, 3, 4, 5, 8]), generator.choice([8, 64, 80, 128])
     size = generator.randint(1, heads)
     keys = tuple(head_dim * s for s in group_sizes(heads, size))
@@ -46,20 +46,20 @@ def test_ranks_are_proportional_to_scores() -> None:
 
 
 def test_what_clipping_takes_goes_to_the_others_in_proportion() -> None:
-    # 60 elements at scores 10 : 2 : 1 would be 46 : 9 : 5; the first stops at 30, the rest shares 30.
+    # 60 elements at scores 10 : 2 : 1 would be 46 : 9 : 5; the first is clipped to 30, the others share 30.
     projections = [Projection((30,), 10.0), Projection((30,), 2.0), Projection((30,), 1.0)]
     assert allocate_ranks(projections, 1 / 3).ranks == [(30,), (20,), (10,)]
 
 
 def test_rounding_remainder_goes_to_the_largest_shortfall() -> None:
-    # Shares 6.75 and 2.25 of 9 elements.
+    # The shares of 9 elements are 6.75 and 2.25.
     assert allocate_ranks([Projection((9,), 3.0), Projection((9,), 1.0)], 0.5).ranks == [(7,), (2,)]
-    # 80 = 32 + 32 + 16: a full width is legal where it is not a multiple.
+    # 80 = 32 + 32 + 16: a full width is legal even if it is not a multiple.
     assert allocate_ranks([Projection((80,), 1.0)], 0.0, 32).ranks == [(80,)]
 
 
 def test_small_group_at_its_minimum_does_not_break_the_budget() -> None:
-    # Shares 67.5 and 22.5 of 90; the smaller group is raised to 32, so 58 are left to the larger.
+    # The shares of 89 are 66.75 and 22.25; the smaller group is raised to 32, which leaves 57 for the larger.
     allocation = allocate_ranks([Projection((240, 80), 1.0)], 0.72, 32)
     assert allocation.ranks == [(32, 32)] and allocation.budget == 89
 
@@ -167,7 +167,7 @@ def descending(widths: list[int], seed: int) -> list[list[float]]:
 
 
 def best_by_search(energies: list[list[float]], budget: int, multiple: int) -> float:
-    """Largest kept energy over all legal ranks."""
+    """Return the largest kept energy over all legal ranks."""
     choices = [[r for r in range(1, len(unit) + 1) if r % multiple == 0 or r == len(unit)] for unit in energies]
     return max(
         sum(sum(unit[:rank]) for unit, rank in zip(energies, ranks, strict=True))

@@ -24,7 +24,7 @@ VALUES: dict[str, Any] = {"method": "recalkv", "allocation": "uniform"}
 
 
 def parts(layer: LayerRefit) -> list[Tensor]:
-    """All tensors of a refit."""
+    """Return all tensors of a refit."""
     output = [] if layer.output is None else [layer.output]
     return [*layer.keys.down, *layer.keys.up, *layer.values.down, *layer.values.up, *output]
 
@@ -66,7 +66,7 @@ def test_each_layer_sees_the_compressed_prefix(family: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("method", ["recalkv", "palu"])
 def test_values_are_calibrated_on_their_layers_own_statistics(method: str) -> None:
-    # palu never calibrates by itself, but its grouped values go through the same code.
+    # palu does not calibrate by default, but its grouped values take the same code path.
     given = steps("llama-gqa", samples=8, length=48, **VALUES | {"method": method, "refit": "values", "damping": 1e-3})
     for index, result in enumerate(given.refits):
         inputs = inputs_of(given.prefix(index), given.ids, index)
@@ -106,9 +106,9 @@ def test_output_is_fitted_to_its_target_behind_the_compressed_prefix(family: str
     given = steps(family, joint=joint)
     for index, result in enumerate(given.refits):
         behind, start, dense = given.prefix(index), given.factors[index], watched(given.model, given.ids, index)
-        # The layer should add what it adds in the dense model, and what the stream already lacks.
+        # The layer's target is its output in the dense model, plus what the residual stream already lacks.
         lacking = (dense["stream"] - watched(behind, given.ids, index)["stream"]) / SCALES.get(family, 1.0)
-        # Behind a norm no output can repair the stream.
+        # Where a norm follows the output projection, no output can repair the residual stream.
         aim = dense["output"] if "post-norm" in family else dense["output"] + lacking
         install(behind.model.layers[index], start.keys, start.values, None, given.order(index))
         contexts = watched(behind, given.ids, index)["contexts"]
@@ -133,7 +133,7 @@ REFITS: dict[str, dict[str, Any]] = {"values": VALUES, "output": {}}
 @pytest.mark.parametrize("done", [{0}, {0, 1}, {2}])
 def test_others_get_the_same_bytes_where_layers_are_fitted_already(settings: dict[str, Any], done: set[int]) -> None:
     given = steps("qwen2-mixed-sliding", samples=4, length=24, **settings)
-    # As a store gives them back: other tensors of the same values.
+    # Copies, like those read from a store: other tensors with the same values.
     stored = copy.deepcopy(given.refits)
     rest = given.refit(fitted=lambda index: stored[index] if index in done else None)
     assert list(rest) == [index for index in range(3) if index not in done]
@@ -142,7 +142,7 @@ def test_others_get_the_same_bytes_where_layers_are_fitted_already(settings: dic
 
 
 def test_a_layer_that_is_fitted_already_is_the_prefix_of_the_next() -> None:
-    """What is given is taken, whatever it is."""
+    """A layer that is fitted already serves as prefix of the next one, whatever its values."""
     for settings in REFITS.values():
         given = steps("llama-gqa", **settings)
         changed = copy.deepcopy(given.refits[0])
@@ -157,7 +157,7 @@ def test_a_layer_that_is_fitted_already_is_the_prefix_of_the_next() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", REFITS.values(), ids=REFITS)
 def test_factors_of_a_store_are_fitted_on_the_gpu(settings: dict[str, Any]) -> None:
-    """Statistics and factors are on the CPU, where stores read them to; the model is not."""
+    """Statistics and factors on the CPU, where stores are read to, are fitted with a model on the GPU."""
     here, there = steps("llama-gqa", damping=1e-3, **settings), Steps("llama-gqa", damping=1e-3, **settings)
     there.source = ModuleSource(there.model, "cuda")
     for actual, expected in zip(there.refits, here.refits, strict=True):
@@ -173,7 +173,7 @@ def test_no_refit_passes_everything_through() -> None:
 
 
 def test_targets_of_one_batch_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of all windows are as large as they are many: those of targets are not kept."""
+    """Only one batch of targets is alive at a time, as memory for all of them would grow with the number of windows."""
     held: list[weakref.ref[Tensor]] = []
     add = OutputMoments.add
 

@@ -1,4 +1,4 @@
-"""Head grouping: legal sizes for every geometry, planted groups found, ties decided the same way each time."""
+"""Head grouping: legal sizes for every geometry, planted groups found, ties broken deterministically."""
 
 import itertools
 
@@ -14,7 +14,7 @@ GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads
 
 def random_similarity(heads: int, seed: int, levels: int = 0) -> Tensor:
     values = torch.rand(heads, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    if levels:  # few distinct values: many ties
+    if levels:  # few distinct values, hence many ties
         values = (values * levels).floor() / levels
     values = (values + values.T) / 2
     return values.fill_diagonal_(1.0)
@@ -79,7 +79,7 @@ def test_ties_go_to_the_lower_heads(heads: int, size: int) -> None:
     later = torch.minimum(place, place[:, None]) * heads + torch.maximum(place, place[:, None])
     for seed in range(5):
         similarity = random_similarity(heads, seed, levels=2)
-        # As if pairs of lower heads were a little more alike.
+        # As if pairs of lower heads were slightly more similar.
         assert greedy_groups(similarity, size) == greedy_groups(similarity - 1e-9 * later, size)
 
 

@@ -1,4 +1,4 @@
-"""Prompts whose tokens read the newest ones exactly and all others from packed rows."""
+"""Prompts whose tokens read the newest tokens exactly and all others from packed rows."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def test_gradients_of_a_prompt(family: str, bits: object) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model, and how it is fed."""
+    """A model, and the way it is fed."""
 
     family: str
     latents: tuple[str, object]
@@ -45,7 +45,7 @@ PARTS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("parts", covering(settings(Parts, PARTS, lambda _: True)), ids=str)
 @torch.no_grad()
 def test_parts_behind_a_cache_are_one_pass(parts: Parts) -> None:
-    """Padded, too; of one layer, as codes tip over in the next."""
+    """Prompts in parts give the outputs of one pass, padded or not (one layer: codes may flip in the next)."""
     (method, bits), padding = parts.latents, parts.padding
     _, model, _ = compressed_pair(parts.family, method=method, bits=bits, ratio=0.5, exact_window=5)
     layer, ids = model.model.layers[0].self_attn, windows(2, 110)
@@ -63,7 +63,7 @@ def test_parts_behind_a_cache_are_one_pass(parts: Parts) -> None:
             model(ids[:, seen - length : seen], attention_mask=mask[:, :seen], past_key_values=kept)
         hook.remove()
         whole = torch.cat(outputs, dim=1)
-        # What padding attends to is nobody's.
+        # Outputs of padding are arbitrary.
         whole[1, :padding] = 0
         return whole
 
@@ -72,7 +72,7 @@ def test_parts_behind_a_cache_are_one_pass(parts: Parts) -> None:
 
 @torch.no_grad()
 def test_windows_of_switching_frequencies_in_a_static_cache_beyond_the_switch() -> None:
-    """Longrope's: a static cache's size says nothing of how many tokens there are."""
+    """LongRoPE frequencies follow the number of tokens in a static cache, not its size beyond the switch."""
     _, model, _ = compressed_pair("phi3-longrope", method="loss-aware", bits="mixed", exact_window=5)
     model, ids = model.double(), windows(2, 40)
     cache = StaticCache(model.config, max_cache_len=100)
@@ -83,7 +83,7 @@ def test_windows_of_switching_frequencies_in_a_static_cache_beyond_the_switch() 
 
 @torch.no_grad()
 def test_a_static_cache_that_is_used_again_keeps_its_memory() -> None:
-    """Graphs know it by its address."""
+    """A reset static cache keeps the memory of its residual window, which CUDA graphs know by its address."""
     model = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", exact_window=5)[1]
     cache, ids = StaticCache(model.config, max_cache_len=40), windows(1, 20)
     first = model(ids, past_key_values=cache).logits

@@ -1,4 +1,4 @@
-"""Cache slots serve as positions: which positions and masks a compressed model takes, and which it refuses."""
+"""Cache slots serve as positions: the positions and masks that a compressed model accepts, and those it refuses."""
 
 import contextlib
 import functools
@@ -76,7 +76,7 @@ def test_packed_sequences_need_a_pass_without_cache(cache: str) -> None:
 
 @torch.no_grad()
 def test_packed_sequences_want_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash attention has none, and what attends over latents goes by it."""
+    """Packed sequences are refused with flash attention, which gives the attention over latents no mask."""
     ids, positions = windows(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
     monkeypatch.setattr(model().config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ParameterError, match="'flash_attention_2' separates packed sequences"):
@@ -89,7 +89,7 @@ def test_a_new_sequence_in_a_filled_cache_is_refused() -> None:
     model()(windows(1, 9), past_key_values=cache)
     with pytest.raises(ParameterError):
         model()(windows(1, 5), position_ids=torch.arange(5)[None], past_key_values=cache)
-    # A single token, too, where nothing has to wait for a device.
+    # A single token is refused too, where the check does not have to wait for a device.
     with pytest.raises(ParameterError):
         model()(windows(1, 1), position_ids=torch.tensor([[0]]), past_key_values=cache)
     assert cache.get_seq_length() == 9, "refused before anything is cached"
@@ -98,7 +98,7 @@ def test_a_new_sequence_in_a_filled_cache_is_refused() -> None:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_padding_between_turns_is_refused(cache: str) -> None:
-    """Keys are rotated by slot, so it would count as distance."""
+    """Padding between turns is refused: keys are rotated by slot, so padding would count as distance."""
     mask = torch.ones(2, 30, dtype=torch.int64)
     mask[1, 12:20] = 0
     with pytest.raises(ParameterError, match="Pad on the left only"):

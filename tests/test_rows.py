@@ -1,4 +1,4 @@
-"""Codes and rows: what each code loses, and that rows, tables of numbers and tiles say the same."""
+"""Codes and rows: the distortion of each code, and that rows, number tables and tiles agree."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def error(bits: int, count: int = 2500, width: int = 64, seed: int = 0) -> float:
-    """Mean squared error of standard normal numbers."""
+    """Return the mean squared error of standard normal values."""
     own = numbers(count, width, seed=seed)
     segment = (Segment(width, bits),)
     return float((unpack(pack(own, segment), segment) - own).square().mean())
@@ -30,9 +30,9 @@ def test_distortion_is_what_a_code_leaves_of_a_normal_number(bits: int) -> None:
 
 @pytest.mark.parametrize(("bits", "best"), [(2, 0.11748), (3, 0.034548), (4, 9.5013e-3)])
 def test_chains_leave_less_than_the_best_code_of_single_numbers(bits: int, best: float) -> None:
-    """Of the Lloyd-Max quantizer with its scale known."""
+    """Chained codes have a lower distortion than the Lloyd-Max quantizer of single values with a known scale."""
     assert DISTORTION[bits] < 0.73 * best
-    # Wide segments, whose scales tell next to nothing of their numbers, gain less.
+    # Wide segments gain less, as their scales carry next to no information about single values.
     assert error(bits, 500, 512) < 0.77 * best
 
 
@@ -44,7 +44,7 @@ def test_levels_ascend_and_are_symmetric(bits: int) -> None:
 
 
 def chain_by_loops(chain: list[int], bits: int) -> list[float]:
-    """Numbers of a chain of codes, by the formula."""
+    """Return the values of a chain of codes, by the formula."""
     table, found = levels(bits).tolist(), []
     for place, code in enumerate(chain):
         last = chain[place - 1] & 1 if place > 0 else 0
@@ -84,7 +84,7 @@ def test_the_way_of_least_weighted_error_is_taken() -> None:
 def test_chains_go_through_the_bytes_of_the_last_plane(bits: int) -> None:
     own = torch.arange(24)
     assert torch.equal(unchained(chained(own, bits), bits), own)
-    # In a row, the last plane's bytes hold the chain's codes one after the other.
+    # In a row, the bytes of the last plane hold the chain's codes in order.
     per_byte = 8 // PLANES[bits][-1]
     if per_byte > 1:
         assert torch.equal(chained(own, bits), own.unflatten(0, (per_byte, -1)).T.flatten())
@@ -140,7 +140,7 @@ def test_scales_are_powers_and_the_best_of_the_trials() -> None:
     fitted = ((own.abs().amax(1, keepdim=True) / levels(4)[-1]).log2() * module.SCALE_STEPS + 128).round()
     errors = torch.cat([error_at(fitted + module.FIRST_FITTED + trial) for trial in range(module.TRIALS)], 1)
     torch.testing.assert_close(error_at(rows[:, :1].float())[:, 0], errors.amin(1))
-    # The trials are worth having.
+    # Trying several scales pays off.
     relative = errors / own.square().sum(1, keepdim=True)
     assert float(relative.amin(1).mean()) < 0.92 * float(relative.mean(0).amin())
     assert float(scales_of(torch.tensor(128.0))) == 1 and float(scales_of(torch.tensor(136.0))) == 2
@@ -151,12 +151,12 @@ def test_numbers_far_beyond_the_others_are_not_cut_off(bits: int) -> None:
     own = numbers(300, 64)
     own[:, 5] = 12.0
     found = unpack(pack(own, (Segment(64, bits),)), (Segment(64, bits),))
-    # Their scale is four times as large, so the error may be 16 times as large; cut off it is 40 a number and more.
+    # The scale is four times as large, so the error may be 16 times as large; a clipped value would have 40 or more.
     assert float((found - own).square().mean()) < 25 * DISTORTION[bits]
 
 
 def test_the_first_trial_wins_ties() -> None:
-    # Numbers so small that every scale byte is held at 0.
+    # Values so small that every trial scale byte is clamped to 0.
     assert int(pack(torch.full((1, 8), 1e-35), (Segment(8, 4),))[0, 0]) == 0
 
 

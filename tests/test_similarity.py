@@ -12,7 +12,7 @@ HEADS, HEAD_DIM, WIDTH = 4, 3, 10
 
 
 def setting(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, inputs with a mean far from zero, and their covariance."""
+    """Return a weight, inputs with a mean far from zero, and their covariance."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(WIDTH, HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
     inputs = torch.randn(50, WIDTH, generator=generator, dtype=torch.float64) + 3
@@ -20,7 +20,7 @@ def setting(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def textbook_cka(first: Tensor, second: Tensor) -> float:
-    """HSIC with explicit centered linear kernels (Kornblith et al., 2019)."""
+    """Compute CKA from HSIC with explicit centered linear kernels (Kornblith et al., 2019)."""
     tokens = len(first)
     center = torch.eye(tokens, dtype=torch.float64) - 1 / tokens
     kernels = [center @ (y @ y.T) @ center for y in (first, second)]
@@ -39,7 +39,7 @@ def test_equals_the_textbook_definition() -> None:
 
 
 def test_one_dimensional_heads_by_hand() -> None:
-    # Heads of width 1 on white inputs: CKA is the squared cosine of the columns.
+    # On white inputs, the CKA of heads of size 1 is the squared cosine of their columns.
     cka = head_cka(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), torch.eye(2), 1)
     expected = torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 0.5], [0.0, 0.5, 1.0]], dtype=torch.float64)
     torch.testing.assert_close(cka, expected)

@@ -1,4 +1,4 @@
-"""Finding the dense model: local folders, the hub, the record of what was found, and every refusal."""
+"""Resolving the dense model: local folders, the hub, the record of the result, and every refusal."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A hub with one model: its snapshot, and what was asked of it in which order."""
+    """Fake hub with one model: its snapshot folder, and the calls made to the hub in order."""
     snapshot = folder.rename(tmp_path / "0123abcd")
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -57,7 +57,7 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def recorded(name: str, tmp_path: Path) -> Path:
-    """The folder of the record of a model."""
+    """Resolve a model, write its record, and return the record's folder."""
     record = tmp_path / "model"
     record.mkdir()
     write_reference(resolve_model(name, None, tmp_path), record)
@@ -65,7 +65,7 @@ def recorded(name: str, tmp_path: Path) -> Path:
 
 
 def refuse(error: type[Exception], message: str, name: Any, folder: Path) -> None:
-    """A model is not found or not taken."""
+    """Check that resolving a model raises an error."""
     raises(error, message, resolve_model, str(name), None, folder)
 
 
@@ -94,7 +94,7 @@ def test_hub_model_is_downloaded_without_code_or_pickles(hub: Hub, tmp_path: Pat
     assert (reference.folder, reference.name, reference.revision) == (snapshot, "someone/model", "0123abcd")
     first, (name, options) = calls
     assert first == ("someone/model/config.json", {"revision": "main"})
-    # Weights of the commit whose config was looked at, even if the branch has moved on.
+    # The weights are of the commit whose config was inspected, even if the branch has moved on.
     assert (name, options["revision"]) == ("someone/model", "0123abcd")
     assert "*.safetensors" in options["allow_patterns"]
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in options["allow_patterns"])
@@ -134,7 +134,7 @@ def test_unsupported_family_lists_the_supported(folder: Path, tmp_path: Path, fa
     refuse(UnsupportedModelError, message, folder, tmp_path)
 
 
-# What the configs of quantized checkpoints hold, of each library the part that matters.
+# The relevant part of the quantization config of each library.
 QUANTIZED = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
@@ -154,7 +154,7 @@ def test_quantized_configs_are_refused_by_name(folder: Path, tmp_path: Path, met
 
 
 INT8 = {"num_bits": 8, "type": "int"}
-# Parts of what methods have that are read otherwise.
+# Variants that are not supported, of methods that are.
 UNREAD = {
     r"with load_in_8bit not set": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     r"with format='nvfp4-pack-quantized'; of its formats, float-quantized, ": {
@@ -205,7 +205,7 @@ def test_what_the_hub_does_not_show_says_how_to_log_in(
 
 
 def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
-    """Repositories that hold them for other programs too, in another folder or consolidated."""
+    """Weights are fetched once from repositories that also hold them for other programs, elsewhere or consolidated."""
     resolve_model("someone/model", None, tmp_path)
     _, (_, options) = hub[1]
     files = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja"]
@@ -215,7 +215,7 @@ def test_weights_are_fetched_once(hub: Hub, tmp_path: Path) -> None:
 
 
 WEIGHT = "model.layers.1.self_attn.v_proj.weight"
-# What quantized checkpoints hold beside codes, or in place of them.
+# Tensors of quantized checkpoints that accompany or replace plain weights.
 LEFTOVERS = {
     "scale beside 16 bits": ({f"{WEIGHT}_scale": torch.ones(1)}, rf"unknown to model_type='llama', as {WEIGHT}_scale"),
     "8-bit floating point": ({WEIGHT: torch.zeros(24, 48).to(torch.float8_e4m3fn)}, rf"as {WEIGHT} \((F8|float8)_"),
@@ -227,7 +227,7 @@ LEFTOVERS = {
 
 @pytest.mark.parametrize("name", LEFTOVERS)
 def test_codes_and_scales_are_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In files and in models in memory, whatever the config says."""
+    """Codes and scales are refused in files and in models in memory, whatever the config says."""
     (tensors, message), path, model = LEFTOVERS[name], folder / "model.safetensors", dense_model("llama-gqa")
     save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
     raises(UnsupportedModelError, rf"(?s){message}.*dequantize them first", CheckpointSource, folder)
@@ -237,7 +237,7 @@ def test_codes_and_scales_are_refused(folder: Path, name: str, monkeypatch: pyte
 
 
 class Packed(torch.Tensor):
-    """Codes that say they are of the model's type, as those of torchao do."""
+    """Codes that report the model's dtype, like those of torchao."""
 
 
 def test_classes_of_codes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_unpacked_models_and_old_buffers_pass(folder: Path) -> None:
     save_file(load_file(path) | inverse, path, metadata={"format": "pt"})
     assert CheckpointSource(folder).num_layers == 3
     model = dense_model("llama-gqa")
-    # Unpacked as they were loaded, though the config keeps saying what the file was.
+    # Unpacked while loading, though the config still describes the file.
     model.config.quantization_config = GgufConfig()
     assert ModuleSource(model).num_layers == 3
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
@@ -306,7 +306,7 @@ def test_record_round_trip(folder: Path, tmp_path: Path) -> None:
 
 
 def test_record_of_a_hub_model_holds_elsewhere(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where `dvc pull` brings it to a machine that has the model in another place, or not yet."""
+    """The record of a hub model holds on a machine with the model in another place or not yet, as after `dvc pull`."""
     snapshot, calls = hub
     record = recorded("someone/model", tmp_path)
     assert str(tmp_path) not in (record / "source.json").read_text()
@@ -338,7 +338,7 @@ def test_missing_record_says_what_to_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["config", "start", "end", "size", "more"])
 def test_changed_model_is_detected(folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the file holds
+    monkeypatch.setattr(source, "_SAMPLE_BYTES", 64)  # far less than the size of the file
     record, weights = recorded(str(folder), tmp_path), folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     if change == "config":
@@ -367,7 +367,7 @@ def test_checkpoint_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     edit_config(tmp_path, torch_dtype="half4")
     raises(ModelUnavailableError, "dtype 'half4' is not a dtype of torch", checkpoint_dtype, tmp_path)
     edit_config(tmp_path, torch_dtype="torch.float16")
-    # As transformers loads it, whatever the files hold.
+    # The dtype in which transformers loads the model, whatever the files hold.
     assert checkpoint_dtype(tmp_path) == torch.float16
     edit_config(tmp_path, torch_dtype=None)
     GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1)).to(dtype).save_pretrained(tmp_path)

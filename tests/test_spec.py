@@ -1,4 +1,4 @@
-"""The typed config of compressed checkpoints: what it counts, what it writes and reads, and what it refuses."""
+"""The typed config of compressed checkpoints: what it counts, writes, reads and refuses."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
 from tests import raises
 
-# Three KV heads of 8: key groups of 2 and 1 heads, one value group.
+# Three KV heads of size 8: key groups of 2 and 1 heads, one value group.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=2)
 PLAIN = LayerSpec([10, 8], [24], head_permutation=[2, 0, 1])
 CODES = LayerSpec([10, 5], [9], key_segments=[[(8, 4), (2, 2)], [(5, 3)]], value_segments=[[(9, 8)]])
@@ -28,7 +28,7 @@ def spec(*layers: LayerSpec, **changes: Any) -> LatentSpec:
 
 def test_elements_and_bytes_by_hand() -> None:
     assert (PLAIN.cached_elements, PLAIN.cached_bits, PLAIN.cached_bytes(4)) == (42, 672, 168)
-    # A byte for the scale of each segment, and codes of multiples of 8 latents: 5 + 3 + 4 of keys, 17 of values.
+    # One scale byte per segment, and codes for multiples of 8 latents: 5 + 3 + 4 bytes for keys, 17 for values.
     assert (CODES.cached_elements, CODES.cached_bits, CODES.cached_bytes(4)) == (24, 232, 29)
     assert (JOINT.cached_elements, JOINT.cached_bits) == (35, 8 * (9 + 5))
     assert dataclasses.replace(JOINT, key_segments=None).cached_bits == 16 * 35
@@ -51,7 +51,7 @@ def test_row_layouts_stand_for_what_is_cached() -> None:
 def test_what_is_written_is_read_again(layer: LayerSpec) -> None:
     written = spec(layer, layer, method="svd", parameters={"ratio": 0.5}, source={"name": "tiny"}, qk_norm=True)
     content = json.loads(json.dumps(written.to_dict()))
-    # The object is what a file holds: no tuples, which a file would turn into lists.
+    # The dictionary equals its JSON form: it has no tuples, which a file would turn into lists.
     assert content == written.to_dict() and content["version"] == FORMAT_VERSION
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}
     assert LatentSpec.from_config(SimpleNamespace(recalkv=content, head_dim=8, **sizes)) == written
@@ -124,7 +124,7 @@ def test_a_section_that_does_not_fit_is_refused(path: str, value: Any, message: 
     _set(content, path, value)
     with pytest.raises(CheckpointError, match=message) as caught:
         LatentSpec.from_dict(content, GEOMETRY)
-    # Every message ends with what to do.
+    # Every message ends with the remedy.
     assert "export" in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Stage stores: whole or refused, the same bytes for the same content, nothing half-written."""
+"""Stage stores: complete or refused, the same bytes for the same content, nothing half-written."""
 
 import errno
 import multiprocessing
@@ -61,7 +61,7 @@ def test_same_content_gives_the_same_bytes(path: Path, tmp_path: Path) -> None:
     write(tmp_path / "other" / "again.zarr")
     first = folder_hash(path)
     assert folder_hash(tmp_path / "other" / "again.zarr") == first
-    write(path)  # over the old one
+    write(path)  # replaces the old store
     assert folder_hash(path) == first
     write(path, parameters={"samples": 4})
     assert folder_hash(path) != first
@@ -95,7 +95,7 @@ def test_failed_writer_leaves_nothing_and_keeps_the_old_store(path: Path) -> Non
 
 
 def die_writing(write: Any, *arguments: Any) -> None:
-    """Let a process of its own write until it kills itself."""
+    """Run a writer in a separate process, which kills itself while writing."""
     child = multiprocessing.get_context("fork").Process(target=write, args=arguments)
     child.start()
     child.join(timeout=60)
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_replaced_goes_back(path: Path, monkeypatch: pyt
 
 
 def write_layers(path: Path, key: str = "k", stop: int | None = None, kill: bool = False) -> list[int]:
-    """Write three layers that are not there yet, from the last to the first; the layers that were written."""
+    """Write those of three layers that are missing, from the last to the first, and return their indices."""
     written: list[int] = []
     with writing_layers(path, "fisher", "abc", {"samples": 3}, key) as store:
         for layer in (2, 1, 0):
@@ -264,7 +264,7 @@ def test_an_interrupted_store_goes_on_after_its_whole_layers(path: Path, tmp_pat
                 write_layers(path, stop=1)
         raises(StoreError, "unfinished", open_store, path, "fisher")
         assert write_layers(path) == [1, 0] and folder_hash(path) == expected and list(path.parent.iterdir()) == [path]
-        # Figures of the interrupted run count, too, and in the layers' order.
+        # Figures recorded by the interrupted run count as well, in the order of the layers.
         assert open_store(path, "fisher").get("score").tolist() == [0, 1 / 3, 2 / 3]
         path.rename(tmp_path / f"done-{kill}")
 

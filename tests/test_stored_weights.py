@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what is read, what is replaced, and what stays byte for byte as it was."""
+"""Quantized checkpoints: what is read, what is replaced, and what stays as it was byte for byte."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ SCALE = f"{PROJECTION}.weight_scale_inv"
 
 @functools.cache
 def held_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Type, shape and bytes of every stored tensor, whatever the shards."""
+    """Return dtype, shape and bytes of every stored tensor, whatever the shards."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as shard:
@@ -49,7 +49,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
-    """Compress a checkpoint as the command line does."""
+    """Compress a checkpoint like the command line does."""
     tokenizer.save_pretrained(folder)
     texts = {"words": [" ".join(f"{n}" for n in range(700))]}
     parameters = plain(**({"method": "palu", "ratio": 0.3} | changes))
@@ -60,14 +60,14 @@ def compress(folder: Path, tokenizer: Any, out: Path, **changes: Any) -> Path:
 
 
 def built(source: Any, parameters: CompressionParams, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """The compressed model, put together in memory."""
+    """Build the compressed model in memory."""
     result = compress_layers(source, windows(), calibration(), parameters)
     return assemble(source, result, parameters, dtype, {"name": None}, **options)
 
 
 @torch.no_grad()
 def loaded_alike(folder: Path, twin: Path) -> Any:
-    """The model of a folder as transformers loads it, which gives the logits and tokens of its twin."""
+    """Load a folder with transformers, check that logits and tokens equal those of its twin, and return the model."""
     mine, theirs = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, twin))
     ids, options = windows(2, 20), {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
@@ -76,7 +76,7 @@ def loaded_alike(folder: Path, twin: Path) -> Any:
 
 
 def replaced_in(compressed: Path) -> set[str]:
-    """Modules whose weights a method without refit replaces, as the config of the outcome tells."""
+    """Return the modules whose weights a method without refit replaces, according to the compressed config."""
     modules = set()
     for index, layer in enumerate(config_of(compressed)["recalkv"]["layers"]):
         moved = layer["head_permutation"] != sorted(layer["head_permutation"])
@@ -87,12 +87,12 @@ def replaced_in(compressed: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Any:
-    """Quantized checkpoint, what it became, and what the dequantized one became."""
+    """Return a quantized checkpoint, its compressed version, and the compressed version of its dequantized twin."""
 
     @functools.cache
     def make(kind: str, family: str = "llama-gqa", **changes: Any) -> tuple[Path, Path, Path]:
         place = tmp_path_factory.mktemp("exported")
-        # transformers takes a grid of blocks to be even, which the experts' 24 columns are not with blocks of 16.
+        # transformers assumes an even grid of blocks, but blocks of 16 do not divide the experts' 24 columns.
         quantized, dense = published(place, kind, family, **({"moe_intermediate_size": 32} if "moe" in family else {}))
         names = {quantized: "first", dense: "second"}
         first, second = (compress(each, tiny_tokenizer, place / name, **changes) for each, name in names.items())
@@ -121,7 +121,7 @@ def test_what_is_not_replaced_stays_byte_for_byte(kind: str, exported: Any) -> N
     kept = {name for name in before if name.rpartition(".")[0] not in replaced}
     assert len(replaced) >= 6 and len(kept) > 2 * len(LINEAR)
     assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
-    # Nothing stays behind of codes whose weight was replaced.
+    # Nothing is left of the codes whose weight was replaced.
     new = after.keys() - kept
     assert all("self_attn" in name for name in new) and {after[name][0] for name in new} == {"torch.bfloat16"}
     assert not any(name.endswith(("scale", "scale_inv", "SCB", "weight_format", "packed")) for name in new)
@@ -134,7 +134,7 @@ def test_config_names_what_is_no_longer_quantized(kind: str, exported: Any) -> N
     keys = {"fp8": "modules_to_not_convert", "compressed-tensors": "ignore"}
     key = keys.get(before["quant_method"], "llm_int8_skip_modules")
     assert {n: v for n, v in after.items() if n != key} == {n: v for n, v in before.items() if n != key}
-    # The head is tied to a table that is held plainly; without it in the list transformers would look for codes.
+    # The head is tied to a table that is not quantized; if it were not listed, transformers would look for codes.
     assert set(after[key]) == replaced_in(compressed) | {"lm_head", "model.embed_tokens"}
     assert config_of(compressed)["dtype"] == "bfloat16"
 
@@ -153,13 +153,13 @@ def test_queries_are_replaced_where_heads_move(method: str, exported: Any) -> No
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 matrices"])
 def test_transformers_loads_and_runs_it(kind: str, exported: Any) -> None:
-    """On a CPU its loader dequantizes 8-bit floats to the model's type."""
+    """The compressed checkpoint equals its dequantized twin on a CPU, where transformers dequantizes FP8 weights."""
     loaded_alike(*exported(kind)[1:])
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "phi3-fused", "glm4-moe"])
 def test_experts_and_fused_projections(family: str, exported: Any) -> None:
-    """Experts stay as they are stored, one by one; a projection of queries, keys and values is taken apart."""
+    """Experts stay as they are stored, one by one, and a fused query-key-value projection is split."""
     quantized, compressed, twin = exported("fp8 blocks", family)
     before, after = held_of(quantized), held_of(compressed)
     kept = [name for name in before if "self_attn" not in name]
@@ -169,7 +169,7 @@ def test_experts_and_fused_projections(family: str, exported: Any) -> None:
 
 
 def test_transformers_keeps_codes_where_it_can_multiply_them(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU of its kind, whose check is passed over here; only loading, as the products need that GPU."""
+    """With the GPU check passed over, transformers loads codes and scales unchanged (products would need the GPU)."""
     quantized, compressed, _ = exported("fp8 blocks")
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     model, before = AutoModelForCausalLM.from_pretrained(compressed), held_of(quantized)
@@ -197,7 +197,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def rewritten(folder: Path, tensors: dict[str, Tensor | None], **section: Any) -> Path:
-    """A copy of a quantized checkpoint with other tensors, None for missing ones, and another quantization_config."""
+    """Copy a quantized checkpoint with tensors replaced (None: removed) and quantization_config entries changed."""
     held = {name: tensor for name, tensor in (tensors_of(folder) | tensors).items() if tensor is not None}
     source, out = CheckpointSource(folder), Path(tempfile.mkdtemp(dir=folder.parent))
     config = copy.deepcopy(source.config)
@@ -206,7 +206,7 @@ def rewritten(folder: Path, tensors: dict[str, Tensor | None], **section: Any) -
 
 
 def read(folder: Path) -> Tensor:
-    """The weight of the projection that tests change."""
+    """Read the weight of the projection that the tests change."""
     return CheckpointSource(folder).tensor(f"{PROJECTION}.weight")
 
 
@@ -257,7 +257,7 @@ def test_codes_in_another_order_are_refused(tmp_path: Path) -> None:
 
 
 def test_each_module_is_read_by_its_own_group(tmp_path: Path) -> None:
-    """Mixed types, as where only the experts have four bits; a pattern counts before a class."""
+    """In a checkpoint of mixed types, each module is read by its group, and a pattern takes precedence over a class."""
     folder, dense = published(tmp_path, "float-quantized rows")
     other, other_dense = published(tmp_path / "other", "pack-quantized")
     rows = dict.fromkeys(name for name in tensors_of(folder) if ".mlp." in name)
@@ -273,7 +273,7 @@ def test_each_module_is_read_by_its_own_group(tmp_path: Path) -> None:
 
 
 def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
-    """Of 24 x 48 by 16 x 32, the last are 8 x 16."""
+    """A weight of 24 x 48 in blocks of 16 x 32, which ends with a block of 8 x 16, is dequantized by the formula."""
     scale = torch.rand(2, 2) + 0.5
     place = rewritten(published(tmp_path, "fp8 blocks")[0], {SCALE: scale}, weight_block_size=[16, 32])
     codes = tensors_of(place)[f"{PROJECTION}.weight"].float()
@@ -289,7 +289,7 @@ def test_damage_that_is_found_late_leaves_no_folder(tmp_path: Path, tiny_tokeniz
 
 
 def test_plain_checkpoints_keep_types_and_bytes_too(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Sharded, untied, in three types; an early buffer is left out."""
+    """A sharded, untied checkpoint in three dtypes keeps dtypes and bytes; only an old buffer is dropped."""
     model = dense_model("llama-mha", num_hidden_layers=2)
     tensors = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if "norm" in name}
@@ -326,7 +326,7 @@ def test_tied_tables_under_either_name(names: list[str], tmp_path: Path, tiny_to
 
 
 def test_a_head_of_its_own_stays_whatever_the_config_says() -> None:
-    """As where a fine-tune trained the head of a model whose config ties it."""
+    """An untied head is kept although the config ties it, as after a fine-tune that trained the head."""
     model = dense_model("llama-gqa")
     assert model.config.tie_word_embeddings
     head = torch.randn_like(model.lm_head.weight)
@@ -349,7 +349,7 @@ def test_types_of_a_model_in_memory_are_kept() -> None:
 
 
 def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Read by the formula, copied byte for byte, and loaded by transformers to the tokens of plain experts."""
+    """MXFP4 experts are read by the formula, copied byte for byte, and give the same tokens as plain experts."""
     quantized, dense = published_experts(tmp_path)
     first, second = CheckpointSource(quantized), CheckpointSource(dense)
     for index in range(3):
@@ -367,7 +367,7 @@ def test_experts_in_mxfp4_pass_through(tmp_path: Path, tiny_tokenizer: Any) -> N
     assert len(attention) > 20 and all(after[name] == plain_after[name] for name in attention)
     assert config_of(compressed)["quantization_config"] == config_of(quantized)["quantization_config"]
     assert loaded_alike(compressed, twin).model.layers[0].mlp.experts.gate_up_proj.dtype is torch.bfloat16
-    # What transformers has dequantized while it loaded is a model like any other.
+    # A model that transformers dequantized while loading is like any other model.
     assert ModuleSource(AutoModelForCausalLM.from_pretrained(quantized)).num_layers == 3
 
 

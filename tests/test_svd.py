@@ -11,7 +11,7 @@ WIDTH, HEADS, HEAD_DIM = 20, 5, 4
 
 
 def problem(seed: int = 0, tokens: int = 60) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight, inputs with a decaying spectrum, and their Gram matrix, float64."""
+    """Return a weight, inputs with a decaying spectrum, and their Gram matrix, all in float64."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(WIDTH, HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
     inputs = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
@@ -20,12 +20,12 @@ def problem(seed: int = 0, tokens: int = 60) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def part_of(weight: Tensor, gram: Tensor | None) -> GroupPart:
-    """One group of all columns."""
+    """Return the part of one group that has all columns."""
     return group_parts(weight, gram, [torch.arange(weight.shape[1])])[0]
 
 
 def reference(weight: Tensor, gram: Tensor, rank: int) -> tuple[Tensor, float]:
-    """L R of the textbook whitened SVD, and the squared error that it leaves."""
+    """Return L R of the textbook whitened SVD, and its squared error."""
     root = torch.linalg.cholesky(gram)
     left, sizes, right = torch.linalg.svd(root.T @ weight, full_matrices=False)
     scale = sizes[:rank].sqrt()
@@ -38,7 +38,7 @@ def test_group_columns() -> None:
 
 
 def test_diagonal_case_by_hand() -> None:
-    # Outputs' second moments are 1*9, 4*4, 100*1: the third column matters most, then the second.
+    # The second moments of the outputs are 1*9, 4*4, 100*1: the third column matters most, then the second.
     weight, gram = torch.diag(torch.tensor([3.0, 2.0, 1.0])), torch.diag(torch.tensor([1.0, 4.0, 100.0]))
     whitened = factorize_groups(weight, gram, [torch.arange(3)], [2])
     torch.testing.assert_close(whitened.dense(), torch.diag(torch.tensor([0.0, 2.0, 1.0]).double()))

@@ -1,4 +1,4 @@
-"""Budgets as people write them, and the search for the smallest cache within a loss."""
+"""Budgets as users write them, and the search for the smallest cache within a loss limit."""
 
 import math
 from typing import Any
@@ -64,7 +64,7 @@ def test_a_budget_that_holds_the_dense_cache_is_refused() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0, 5.0])
 @pytest.mark.parametrize("power", [2, 6])
 def test_the_search_meets_the_limit_closely(factor: float, power: int) -> None:
-    """The prediction is off by a factor; what is measured counts."""
+    """The search comes close to the limit in measured loss although the prediction is off by a factor."""
     asked = []
 
     def measure(ratio: float) -> float:
@@ -111,7 +111,7 @@ def test_full_ranks_lose_nothing() -> None:
 
 
 def own_text(model: Any, count: int, seed: int) -> torch.Tensor:
-    """Windows that a model draws itself: no other model has less loss on them, but for chance."""
+    """Sample windows from a model itself: no other model has a lower loss on them, except by chance."""
     torch.manual_seed(seed)
     return model.generate(windows(count, 1, seed), max_new_tokens=47, do_sample=True, suppress_tokens=[2])[:, :48]
 

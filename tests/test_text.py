@@ -1,4 +1,4 @@
-"""Text sources: the embedded articles, local files and, with a stand-in for the network, the hub."""
+"""Text sources: the embedded articles, local files, and a stand-in for the hub."""
 
 import bz2
 import errno
@@ -206,7 +206,7 @@ def test_max_documents_is_positive(count: int) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand-in for ``datasets.load_dataset``, which returns ``rows``."""
+    """Replace ``datasets.load_dataset`` by a mock that returns the dataset set with ``rows``."""
     datasets = pytest.importorskip("datasets")
 
     stand_in = Mock()
@@ -254,7 +254,7 @@ def test_conversations_of_the_hub(split: str, theirs: str, hub: Any) -> None:
     hub.rows(prompt=["Hi"] * 3, messages=[CHAT] * 3)
     assert load_documents("ultrachat", split=split, max_documents=2) == [CHAT] * 2
     assert hub.call_args_list == [(("HuggingFaceH4/ultrachat_200k", None), {"split": theirs, "revision": None})]
-    # Of a set that has no texts, conversations.
+    # A data set without texts gives its conversations.
     assert load_documents("org/chats", split="train") == [CHAT] * 3
     fails("column 'prompts' does not exist", "org/chats", field="prompts")
 
@@ -332,5 +332,5 @@ def test_bad_hub_columns(hub: Any) -> None:
 
 def test_offline_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = pytest.importorskip("datasets").config
-    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)  # what the environment variable of that name sets
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)  # which the environment variable of that name sets
     fails("'recalkv-tests/absent' .* use embedded, wikitext2", "recalkv-tests/absent")

@@ -1,4 +1,4 @@
-"""What the vLLM backend refuses, with the value, the rule and the remedy; vLLM itself is tested by `make test-vllm`."""
+"""What the vLLM backend refuses, with value, rule and remedy; vLLM itself is tested by `make test-vllm`."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +79,7 @@ def test_what_rows_cannot_have(changes: dict[str, Any], message: str) -> None:
 
 
 def test_processes_have_heads_of_their_own() -> None:
-    """Four groups of two heads."""
+    """Each of two tensor-parallel ranks packs its heads to its slice of the rows, for four groups of two heads."""
     codec = _layer_codec(4)
     parts = [shard(codec, rank, 2) for rank in range(2)]
     assert sum(part.row_bytes for part in parts) == codec.row_bytes
@@ -110,7 +110,7 @@ def test_more_processes_than_heads_hold_the_same() -> None:
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3", "qwen3-next-hybrid"])
 def test_a_folder_has_its_models_fingerprint(family: str, default: torch.dtype, tmp_path: Any) -> None:
-    """Whatever the default type is, as an engine sets another while it makes a model."""
+    """A checkpoint folder has its model's fingerprint under any default dtype, as engines set one while loading."""
     model = dense_model(family)
     model.save_pretrained(tmp_path)
     with local_torch_dtype(default):

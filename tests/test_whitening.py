@@ -90,5 +90,5 @@ def test_non_finite_activations_name_the_layer(bad: float) -> None:
 def test_overflow_in_a_layer_names_the_layer_that_reads_it() -> None:
     model = dense_model("llama-gqa")
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but its output is not
+        model.model.layers[0].mlp.down_proj.weight.fill_(1e38)  # finite, but the output overflows
     raises(NonFiniteError, "activations of layer 1", moments_of, model, windows(), 4)

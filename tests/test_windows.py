@@ -1,4 +1,4 @@
-"""Windows for calibration and evaluation: runs of tokens that do not overlap, and calibration's reproducible."""
+"""Windows for calibration and evaluation: runs of tokens that do not overlap, reproducible for calibration."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_another_default_device_changes_nothing() -> None:
 def test_windows_reach_both_ends_and_come_in_random_order() -> None:
     starts = torch.stack([sample_windows(torch.arange(40), 3, 10, seed)[:, 0] for seed in range(200)])
     assert int(starts.min()) == 0 and int(starts.max()) == 30
-    assert 0.05 < float((starts.diff(dim=1) > 0).all(dim=1).float().mean()) < 0.4  # one order of six
+    assert 0.05 < float((starts.diff(dim=1) > 0).all(dim=1).float().mean()) < 0.4  # one of six orders
 
 
 def test_too_few_tokens_name_both_counts_and_a_remedy() -> None:
@@ -80,7 +80,7 @@ def test_text_shorter_than_an_evaluation_window_is_refused() -> None:
 
 
 def test_texts_give_windows_in_turn() -> None:
-    """As many of each, the first ones one more, each drawn as if it were alone."""
+    """Texts give windows in turn, in equal numbers up to one, each drawn as if from the only text."""
     texts = {"a": torch.arange(0, 500), "b": torch.arange(1000, 1400), "c": torch.arange(2000, 2100)}
     windows = windows_of_each(texts, 8, 20, seed=3)
     assert (windows[:, 0] // 1000).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -112,7 +112,7 @@ def test_held_out_windows_share_no_token_with_those_of_calibration(seed: int) ->
     assert others.tokens.unique().numel() == 140 and bool((others.tokens.diff(dim=1) == 1).all())
     first = others.tokens[:, 0] < 1000
     assert int(first.sum()) == 4
-    # Stretches between windows of calibration are parts of a text, and no two texts share one.
+    # Stretches between calibration windows count as parts of one text, and no two texts share a part.
     assert not set(others.documents[first].tolist()) & set(others.documents[~first].tolist())
 
 
@@ -125,7 +125,7 @@ def test_windows_repeat_passages_of_their_first_half_in_another_order() -> None:
     windows = torch.arange(8 * 1000).view(8, 1000)
     repeated = with_recall(windows, 0.25, seed=0)
     changed = (repeated != windows).any(dim=1)
-    assert changed.nonzero().flatten().tolist() == [3, 7]  # spread over all
+    assert changed.nonzero().flatten().tolist() == [3, 7]  # spread over all windows
     for window in repeated[changed]:
         told, again = window[: 7 * 64].view(7, 64), window[7 * 64 : 2 * 7 * 64].view(7, 64)
         assert not torch.equal(told, again) and torch.equal(again[again[:, 0].argsort()], told)

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy: lm-eval's figures are those of log-likelihoods taken by hand, dense and compressed."""
+"""Zero-shot accuracy: lm-eval's results equal log-likelihoods computed by hand, dense and compressed."""
 
 import json
 import math
@@ -31,7 +31,7 @@ ITEMS = [
 
 @pytest.fixture
 def arc_file(tmp_path: Path) -> Path:
-    """Items in the schema of ARC, with letters, with digits, and with fewer choices."""
+    """Write items in the schema of ARC, with letters, with digits, and with fewer choices."""
     path, lines = tmp_path / "arc_easy.test.jsonl", []
     for number, (question, choices, answer) in enumerate(ITEMS):
         labels = [str(i + 1) if answer.isdigit() else "ABCD"[i] for i in range(len(choices))]
@@ -43,7 +43,7 @@ def arc_file(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def best_choice(model: Any, tokenizer: Any, question: str, choices: list[str]) -> int:
-    """The choice of the largest log-likelihood after lm-eval's prompt for ARC."""
+    """Return the choice with the largest log-likelihood after lm-eval's prompt for ARC."""
     context = f"Question: {question}\nAnswer:"
     start, sums = len(tokenizer(context)["input_ids"]), []
     for choice in choices:
@@ -79,7 +79,7 @@ def test_scores_by_hand() -> None:
     ours, other = TaskScore("piqa", (True, True, False, True)), TaskScore("piqa", (True, False, False, False))
     assert (ours.accuracy, other.accuracy, average([ours, other])) == (0.75, 0.25, 0.5)
     assert ours.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
-    # Differences 0, 1, 0, 1.
+    # The differences are 0, 1, 0, 1.
     difference, error = ours.against(other)
     assert difference == 0.5 and error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
     assert ours.against(ours) == (0.0, 0.0)
@@ -87,7 +87,7 @@ def test_scores_by_hand() -> None:
 
 @pytest.fixture
 def few_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """lm-eval's own index, of one of its folders: all 14,000 files take many seconds."""
+    """Restrict lm-eval's index to one of its folders, as all 14,000 files take many seconds."""
     from lm_eval.tasks._index import TaskIndex
 
     every = TaskIndex._iter_yaml_files

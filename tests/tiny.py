@@ -1,4 +1,4 @@
-"""Tiny models of every supported family, and the dense model that a compressed one must equal."""
+"""Tiny models of every supported family, and the dense twin that a compressed model must equal."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from recalkv.params import CalibrationParams, CompressionParams
 
 VOCABULARY = 128
 VALUES = ("auto", "fused", "absorbed", "reconstructed")
-"""Paths of the values that tests can force."""
+"""Value paths that tests can choose."""
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    # The library's 0.02 makes tiny models almost linear, and their logits almost equal.
+    # The transformers default of 0.02 makes tiny models almost linear, and their logits almost equal.
     "initializer_range": 0.3,
 }  # fmt: skip
 
@@ -112,22 +112,22 @@ FURTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2-whole-norm": ("minimax_m2", TURNED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-sinks": ("gpt_oss", SLIDING | {"num_local_experts": 4, "rope_parameters": YARN}),
 }
-"""Families that are tried in fewer ways."""
+"""Families that are tested in fewer ways."""
 
 ALL_FAMILIES = FAMILIES | FURTHER_FAMILIES
 
 
 def random_model(model_type: str, seed: int = 0, **content: Any) -> Any:
-    """Causal language model of a type, by its config's content."""
+    """Build a causal language model of a model type from the content of its config."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](**content)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
 
 
 def dense_model(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """Random float32 model; biases and norms are random too, so that dropping one shows.
+    """Build a random float32 model; biases and norms are random too, so that dropping one is noticed.
 
-    A family whose types of layers are listed has as many layers, whatever is asked for.
+    A family that lists the types of its layers has that many layers, whatever number is requested.
     """
     model_type, special = ALL_FAMILIES[family]
     content = SIZES | special | overrides
@@ -148,20 +148,20 @@ def windows(samples: int = 8, length: int = 48, seed: int = 1) -> Tensor:
 
 
 def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names, and the same values to the bit."""
+    """Check that names and values are the same, bit for bit."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
 
 
 def assemble(dense: Any, result: CompressedLayers, parameters: CompressionParams) -> Any:
-    """Build the compressed model of some factors, as export does."""
+    """Build the compressed model from factors, as export does."""
     provenance = {"name": "tiny", "revision": None, "fingerprint": "0"}
     return oneshot.assemble(ModuleSource(dense), result, parameters, torch.float32, provenance)
 
 
 def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
-    """The dense model with its key and value weights replaced by ``L R``, and its refitted output projections."""
+    """Return the dense model with key and value weights replaced by ``L R``, and refitted output projections."""
     twin, head_dim = copy.deepcopy(dense), ModuleSource(dense).geometry.head_dim
     for layer, permutation, refit in zip(attending_layers(twin), result.permutations, result.refits, strict=True):
         order = torch.cat(group_columns([permutation], head_dim))
@@ -174,12 +174,12 @@ def reconstructed_twin(dense: Any, result: CompressedLayers) -> Any:
 
 
 def attending_layers(model: Any) -> list[Any]:
-    """Decoder layers that cache keys and values."""
+    """Return the decoder layers that cache keys and values."""
     return [model.model.layers[place] for place in attention_layers(model.config)]
 
 
 def projection(attention: Any, letter: str) -> tuple[Any, slice]:
-    """The weight that holds the projection of queries, keys or values, and which of its rows do."""
+    """Return the weight that contains the projection of queries, keys or values, and the slice of its rows."""
     if hasattr(attention, f"{letter}_proj"):
         return getattr(attention, f"{letter}_proj").weight, slice(None)
     queries = attention.o_proj.in_features
@@ -189,26 +189,26 @@ def projection(attention: Any, letter: str) -> tuple[Any, slice]:
 
 
 def calibration(**changes: Any) -> CalibrationParams:
-    """Calibration parameters of the tests: float32, windows of :func:`windows`."""
+    """Return calibration parameters for tests: float32, batches of four windows."""
     return CalibrationParams(**({"batch_size": 4, "precision": "float32"} | changes))
 
 
 @functools.cache
 def statistics(family: str, layers: int) -> Statistics:
-    """What every method needs to know of a tiny model, collected once."""
+    """Collect, once, the statistics that any method needs of a tiny model."""
     source = ModuleSource(dense_model(family, num_hidden_layers=layers))
     return collect_statistics(source, windows(), calibration(), resolve_method(plain(group_size=1)))
 
 
 def plain(**changes: Any) -> CompressionParams:
-    """Compression parameters: 16-bit latents of pairs of heads at half of the bytes, hardly damped, but for changes."""
+    """Return compression parameters; by default 16-bit latents of head pairs at half of the bytes, hardly damped."""
     own = {"ratio": 0.5, "group_size": 2, "bits": 16, "exact_window": 0, "damping": 1e-6}
     return CompressionParams(**(own | changes))
 
 
 @functools.cache
 def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """Parameters and factors, which tests may change, of the settings of a tiny model."""
+    """Return parameters and factors of a tiny model; callers copy them before tests change them."""
     parameters = plain(**({"method": "recalkv"} | dict(compression)))
     source, known = ModuleSource(dense_model(family, num_hidden_layers=layers)), statistics(family, layers)
     return parameters, compress_layers(source, windows(), calibration(), parameters, statistics=known)
@@ -219,8 +219,8 @@ def _compressed_layers(family: str, layers: int, compression: tuple[tuple[str, A
 def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compression: Any) -> tuple[Any, Any, Any]:
     """Compress a tiny model: (dense, compressed, dense twin with the reconstructed weights).
 
-    Keyword arguments are fields of CompressionParams; defaults: recalkv, else :func:`plain`. ``values`` is
-    ``fused``, ``absorbed`` or ``reconstructed`` to force that path of the values, which the ranks decide otherwise.
+    Keyword arguments are fields of CompressionParams; the default method is recalkv, other defaults are from
+    :func:`plain`. ``values`` other than ``auto`` forces that value path, which otherwise depends on the ranks.
     """
     dense = dense_model(family, num_hidden_layers=layers)
     parameters, result = copy.deepcopy(_compressed_layers(family, layers, tuple(compression.items())))
@@ -234,7 +234,7 @@ def compressed_pair(family: str, values: str = "auto", layers: int = 3, **compre
 
 
 def over_values(model: Any, values: str) -> Any:
-    """The same model, whose short queries take the ``absorbed`` or the ``reconstructed`` path if R_v is not fused."""
+    """Make short queries take the ``absorbed`` or ``reconstructed`` path where R_v is not fused; return the model."""
     for layer in attending_layers(model):
         layer.self_attn.query_limit = 0 if values == "reconstructed" else MAX_EXPLICIT_QUERIES
     return model

@@ -1,7 +1,7 @@
-"""A `python` whose processes are forks of one that has imported what takes long, the project's own code left out.
+"""A `python` whose processes are forks of a server that has imported slow packages, by default none of the project.
 
-Run as a program, this is that process: it serves the Unix socket that it is given, while the process of that number is
-there.
+Run as a program, this module is the server: it listens on the given Unix socket as long as the process with the given
+ID exists.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGES = ("torch._dynamo", "transformers.models.llama.modeling_llama", "matplotlib.pyplot", "scipy.optimize", "zarr")
-"""What most processes import, in them or on the way."""
+"""Packages that most processes import, directly or indirectly."""
 
-# Started once a process, so it imports next to nothing, and no site-packages.
+# Started once per process, so it imports next to nothing, and no site-packages.
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -38,19 +38,19 @@ with socket.socket(socket.AF_UNIX) as server:
 def warm_python(
     bin_folder: Path, imported: Sequence[str] = PACKAGES, path: str = "", python: Path | str = sys.executable
 ) -> Iterator[Path]:
-    """While it lasts, ``bin_folder/python`` runs ``-m MODULE``, ``-c CODE`` or a file in such a fork; gives its path.
+    """Provide ``bin_folder/python``, which runs ``-m MODULE``, ``-c CODE`` or a file in a fork of the server.
 
     Parameters
     ----------
     imported
-        Modules that are there in each fork.
+        Modules that the server imports for all forks.
     path
-        Of the process that imports them, as PYTHONPATH.
+        PYTHONPATH of the server.
     python
-        What that process is started by: another of these, perhaps, whose own then stays until the tests end.
+        Interpreter that starts the server; the server outlives the block, until the tests end, if it is a warm one.
     """
     bin_folder.mkdir()
-    # Addresses of sockets have at most some 100 characters, which a test's own folder may use up.
+    # Socket addresses have at most about 100 characters, which the folder of a test may use up.
     with tempfile.TemporaryDirectory() as short:
         address, client = f"{short}/socket", bin_folder / "python"
         client.write_text(_CLIENT.format(python=Path(sys.executable).resolve(), address=address))
@@ -67,7 +67,7 @@ def warm_python(
 
 
 def _serve(address: str, owner: int, imported: Sequence[str]) -> None:
-    sys.path.pop(0)  # the folder of the tests
+    sys.path.pop(0)  # the folder of this file
     for name in imported:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -96,7 +96,7 @@ def _is_there(process: int) -> bool:
 
 
 def _watch(connection: socket.socket) -> int:
-    """Run what a client asks for in a further fork, which may end in any way; tell the client how."""
+    """Run a client's request in another fork, which may end in any way, and send its exit code to the client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, files, _, _ = socket.recv_fds(connection, 4, 3)
     message = b""
@@ -112,7 +112,7 @@ def _watch(connection: socket.socket) -> int:
 
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> int:
-    """Do what a ``python`` of its own would do with these arguments; its exit code."""
+    """Do what a separate ``python`` would do with these arguments; return its exit code."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
