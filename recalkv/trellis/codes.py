@@ -6,8 +6,9 @@ select the half (Marcellin and Fischer, 1990; Ungerboeck's trellis of four state
     u_n = 2 (c_n xor low(c_{n-2})) + low(c_{n-1}),    t = u_n - (2^(b+1) - 1) / 2,    value = t (A + B t^2 + C t^4).
 
 The Viterbi algorithm chooses the codes of a chain jointly. Levels are twice as dense as in a scalar quantizer of b
-bits, and the error is three tenths below that of the best scalar code. The polynomial maps uniform steps to levels
-suited to normal variables; without a table, a kernel decodes with shifts, masks and a few multiplications.
+bits, and the error (:data:`DISTORTION`) is 13 % (1 bit) to 44 % (4 bits) below the Lloyd-Max quantizer's. The polynomial
+maps uniform steps to levels suited to normal variables; without a table, a kernel decodes with shifts, masks and a few
+multiplications.
 """
 
 import functools
