@@ -4,8 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Set before the libraries that read them are imported: no hub, and threads that wait for work do not spin, as two
-# processes of two threads share two cores.
+# Set before the libraries that read them are imported: no hub, and threads that wait for work do not spin.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # With tiny tensors a second thread costs more than it helps, here and in the processes that tests start.

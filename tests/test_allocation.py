@@ -1,4 +1,4 @@
-"""Allocation over a whole model: which latents there are, whose scores and energies they get, and their bits."""
+"""Allocation over a whole model: the latents of each method, their scores and energies, and their bits."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SCORES = FisherScores(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
 
 
 def energies_of(*widths: int, seed: int = 0) -> list[list[torch.Tensor]]:
-    """Descending energies of two layers' latents."""
+    """Return descending energies of two layers' latents."""
     generator = torch.Generator().manual_seed(seed)
     return [[torch.rand(width, generator=generator).sort(descending=True).values for width in widths] for _ in "ab"]
 
@@ -45,7 +45,7 @@ def test_scores_reach_their_own_projections() -> None:
     assert specs == [LayerSpec([24], [72]), LayerSpec([48], [96])]
     uniform, _ = allocate(GEOMETRY, SCORES, method_of(allocation="uniform", **settings))
     assert uniform == [LayerSpec([60], [60])] * 2
-    # A latent of both has the scores of both: 4 and 6.
+    # A joint latent has the summed scores of keys and values: 4 and 6.
     joint, _ = allocate(GEOMETRY, SCORES, method_of(allocation="fisher", ratio=0.75, group_size=3))
     assert joint == [LayerSpec([96], [96], joint=True), LayerSpec([144], [144], joint=True)]
 
@@ -72,7 +72,7 @@ def test_equal_bits_meet_the_bytes_of_the_ratio(changes: dict[str, Any], bits: i
         segments = None if method.joint else tuple((Segment(rank, bits),) for rank in spec.value_ranks)
         assert spec.value_segments == segments
     budget, spent = round(960 * 16 * 0.1), sum(spec.cached_bits for spec in specs)
-    # Less than a block is left over.
+    # The bits left over are fewer than those of a block of eight elements.
     assert budget - 8 * bits < spent <= budget
     assert all(rank % 8 == 0 for spec in specs for rank in (*spec.key_ranks, *spec.value_ranks))
 
@@ -84,7 +84,7 @@ def test_mixed_bits_give_every_latent_segments_of_its_own(joint: bool) -> None:
     expected = mixed_bits([unit.tolist() for layer in energies for unit in layer], 0.8)
     given = [tuple(group) for spec in specs for group in [*spec.key_segments, *(spec.value_segments or ())]]
     assert given == expected and allocation.used == sum(segment.width for unit in expected for segment in unit)
-    # What is left of every direction.
+    # The predicted loss sums what is lost in every direction.
     assert 0 < predicted_loss(specs, energies) < sum(float(unit.sum()) for layer in energies for unit in layer) / 2
 
 

@@ -1,4 +1,4 @@
-"""Step 9 through decoding and by cause: answers to suites, key biases, and windows that the model writes itself."""
+"""Step 9: answers generated for suites, the effect of key biases, and windows that the model itself completes."""
 
 import json
 from pathlib import Path
@@ -57,12 +57,12 @@ def test_prompts_are_read(tmp_path: Path) -> None:
 def test_a_summary_is_scored_by_its_longest_common_words() -> None:
     pytest.importorskip("rouge")
     news = Prompt("multi_news", "", ["it rained all day", "the sun shone"], 512)
-    # Of 4 and 3 words, 3 in common in order: precision 3/4, recall 1.
+    # Of 4 and 3 words, 3 are common and in order: precision 3/4, recall 1.
     assert score(news, "the sun shone today") == pytest.approx(6 / 7, abs=1e-6) and score(news, "") == 0
 
 
 class Characters:
-    """A chat tokenizer of single characters."""
+    """Chat tokenizer of single characters."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
         return messages[0]["content"]
@@ -85,7 +85,7 @@ def test_answers_are_those_of_each_prompt_alone() -> None:
     together = generate_answers(model, Characters(), prompts, batch_size=3, progress=lambda: made.append(1))
     alone = [generate_answers(model, Characters(), [each])[0] for each in prompts]
     assert together == alone and len(made) == 5 and len(set(alone)) > 1
-    # Answers are as long as each may be, and the start that is given counts.
+    # Each answer is as long as its limit, and depends on the given prefix.
     assert [len(text.split()) for text in together] == [each.tokens for each in prompts]
     assert together != generate_answers(model, Characters(), [each._replace(prefix="No ") for each in prompts])
 
@@ -121,7 +121,7 @@ def test_scores_are_compared_on_the_items_that_both_have() -> None:
 
 
 def test_keys_are_rounded_without_their_bias() -> None:
-    """A bias far above the keys takes most of the levels; a rounding without it has them for the keys."""
+    """Rounding keys without their large bias, which takes most of the quantization levels, lowers the divergence."""
     model = tiny.dense_model("qwen2-bias")
     windows = torch.randint(0, tiny.VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(1))
     for layer in model.model.layers:
@@ -138,7 +138,7 @@ def test_keys_are_rounded_without_their_bias() -> None:
     assert divergence(removed=True) < 0.3 * divergence(removed=False)
     shares = bias_shares(model, windows[:1])
     assert len(shares) == len(model.model.layers)
-    # Keys of a layer whose bias is nearly all of them.
+    # The bias makes up nearly all of the keys' RMS.
     assert all(0.9 < each["bias"] / each["keys"] < 1.1 for each in shares)
 
 
@@ -160,7 +160,7 @@ def test_a_model_writes_the_ends_of_windows() -> None:
     assert torch.equal(first.tokens, second.tokens) and torch.equal(first.documents, windows.documents)
     assert torch.equal(first.tokens[:, :10], windows.tokens[:, :10])
     assert not torch.equal(first.tokens[:, 10:], windows.tokens[:, 10:]) and first.tokens.shape == (3, 40)
-    # What it draws is likelier to it than what it was given.
+    # Sampled tokens are likelier to the model than the given ones.
     assert window_scores(model, first.tokens).losses.mean() < window_scores(model, windows.tokens).losses.mean()
 
 

@@ -1,4 +1,4 @@
-"""Cache sizes: exact values by hand, and the live caches of exported models."""
+"""Cache sizes: exact values computed by hand, and the live caches of exported models."""
 
 import copy
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_parameters_by_formula_are_the_models(family: str) -> None:
 
 
 def test_a_config_without_an_intermediate_size_has_sizes() -> None:
-    """As that of Qwen3.5's mixture of experts."""
+    """Parameters are counted without ``intermediate_size`` in the config, as in Qwen3.5's mixture of experts."""
     model = dense_model("qwen3.5-moe-hybrid")
     config = copy.deepcopy(model.config)
     del config.intermediate_size
@@ -47,7 +47,7 @@ def test_a_config_without_an_intermediate_size_has_sizes() -> None:
 def test_llama_2_7b_at_4096_tokens_takes_2_gib() -> None:
     rows = table(KNOWN["llama-2-7b"])
     assert rows["16 bits"]["gib_at_4096_tokens"] == 2.0 and rows["8 bits"]["gib_at_4096_tokens"] == 1.0
-    # 24 GiB less 2 x 6,738,415,616 bytes of weights, by half a MiB a token.
+    # 24 GiB minus 2 x 6,738,415,616 bytes of weights, divided by half a MiB per token.
     assert rows["16 bits"]["tokens_in_24_gib"] == (24 * GIB - 13_476_831_232) // 524_288
     assert rows["16 bits"]["sequences_of_4096_in_24_gib"] == 5 and rows["8 bits"]["sequences_of_4096_in_24_gib"] == 11
     assert table(KNOWN["llama-2-70b"])["16 bits"]["tokens_in_80_gib"] == 0
@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("context", [8, 40, 200])
 def test_layers_with_a_window_count_for_no_more_than_it(context: int) -> None:
-    """As a live cache of such a sequence; its windows hold sixteen tokens, one less than the layer sees."""
+    """Bytes agree with a live cache, whose sliding layers keep one token less than their window."""
     model = dense_model("gemma3", num_hidden_layers=4)
     sizes, cache = ModelSizes.from_config(model.config), DynamicCache(config=model.config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Model cards: what they say, that they are in every checkpoint, and that uploads carry them."""
+"""Model cards: their content, their presence in every checkpoint, and their upload to the hub."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ METRICS = {
 
 
 def card_data(card: str) -> dict[str, Any]:
-    """A card's metadata, as a hub reads it."""
+    """Return a card's metadata as parsed by the hub."""
     return dict(ModelCard(card).data.to_dict())
 
 

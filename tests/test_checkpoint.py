@@ -1,4 +1,4 @@
-"""Checkpoints: exact round trips, loud refusals, the stored value layout, and the one-call interface."""
+"""Checkpoints: exact round trips, refusals, the stored value layout, and the one-call interface."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(checkpoint: Path, folder: Path, change: Any) -> Path:
-    """A copy of the checkpoint whose config has been changed in place by ``change``."""
+    """Return a copy of the checkpoint whose config was changed in place by ``change``."""
     for file in checkpoint.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
@@ -73,13 +73,13 @@ def test_round_trip_is_exact(family: str, method: str, tmp_path: Path) -> None:
 
 
 def test_a_model_is_built_without_a_copy_in_float32() -> None:
-    """Layers are cast as they come: at most one is held in float32 beside the model."""
+    """Layers are cast as they arrive, so that at most one float32 layer is held beside the model."""
     _, model, _ = pair("llama-gqa")
     state, held = model.state_dict(), list[weakref.ref[Tensor]]()
 
     def layers() -> Iterator[dict[str, Tensor]]:
         for index in range(model.config.num_hidden_layers):
-            # The caller's names still hold the layer before.
+            # The caller's variables still hold the previous layer.
             assert not any(reference() is not None for reference in held[:-1])
             prefix = f"model.layers.{index}."
             own = {name.removeprefix(prefix): t.clone() for name, t in state.items() if name.startswith(prefix)}
@@ -109,7 +109,7 @@ def other_rank(config: Any) -> None:
     ids=["rank", "bias", "depth", "head"],
 )
 def test_tensors_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path, change: Any, message: str) -> None:
-    """Most of these only warn in transformers, and go on with new weights."""
+    """Tensors that do not fit are refused; transformers would mostly just warn and initialize new weights."""
     raises(CheckpointError, message, AutoModelForCausalLM.from_pretrained, edited(checkpoint, tmp_path, change))
 
 
@@ -148,7 +148,7 @@ def test_unsupported_models_are_named_with_what_is_supported(config: Any, named:
     assert all(word in str(caught.value) for word in named), caught.value
 
 
-# h = 6 query heads, h_kv = 3, d_h = 8, m = 48: fusing pays up to r = 8 * 48 / 40 = 9.6.
+# h = 6 query heads, h_kv = 3, d_h = 8, m = 48: fusing pays off up to r = 8 * 48 / 40 = 9.6.
 GEOMETRY = AttentionGeometry(hidden=48, heads=6, kv_heads=3, head_dim=8, layers=3)
 
 
@@ -182,7 +182,7 @@ def test_fusion_rule_is_that_of_the_multiplications() -> None:
 
 @pytest.mark.parametrize("sizes", [[3], [2, 1], [1, 1, 1]])
 def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> None:
-    """Against both products written out per query head, with a permutation of the heads."""
+    """Fused and absorbed outputs equal both products written out per query head."""
     torch.manual_seed(0)
     d_h, repeats, ranks = GEOMETRY.head_dim, GEOMETRY.queries_per_kv, [3 + group for group in range(len(sizes))]
     up = [torch.randn(rank, size * d_h).double() for rank, size in zip(ranks, sizes, strict=True)]
@@ -192,7 +192,7 @@ def test_fused_output_equals_reconstruction_then_output(sizes: list[int]) -> Non
     expected, inputs = torch.zeros(GEOMETRY.hidden).double(), []
     for head in range(GEOMETRY.heads):
         group, place = owner[head // repeats]
-        # A different context for every query head, as attention gives.
+        # The context differs between query heads, as in attention.
         context = latents[group] * (1 + head)
         inputs.append(context)
         expected += context @ up[group][:, place * d_h : (place + 1) * d_h] @ output[head * d_h : (head + 1) * d_h]
@@ -245,7 +245,7 @@ def test_the_seed_of_the_call_draws_the_windows() -> None:
 
 
 def test_compressed_weights_are_not_the_dense_models() -> None:
-    """Training or changing one must not change the other."""
+    """The models share no weights, so that training or changing one does not change the other."""
     dense = dense_model("llama-gqa")
     compressed = quick(dense)
     theirs = {tensor.untyped_storage().data_ptr() for tensor in dense.state_dict().values()}

@@ -1,4 +1,4 @@
-"""The command `recalkv`: quick to start, checked before it loads anything, and careful with what is on the disk."""
+"""The `recalkv` command: it starts fast, checks arguments before loading anything, and keeps the user's files."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_defaults_are_those_of_the_parameters() -> None:
     for section in (CompressionParams, CalibrationParams):
         for name, field in section.model_fields.items():
             if name in options:
-                # Without a value of its own, a ratio beside a target is known to be asked for.
+                # The ratio's default is None, so that a ratio given together with a target is noticed.
                 shown = options[name].show_default if name == "ratio" else options[name].default
                 assert str(shown) == str(field.default), name
                 assert field.description in options[name].help
@@ -160,7 +160,7 @@ def test_the_column_of_a_text_can_be_named(settings: list[Any], tmp_path: Path) 
 
 
 def test_a_target_is_the_budget(settings: list[Any], tmp_path: Path) -> None:
-    """128 tokens in 7 KiB are 56 bytes a token, of 288."""
+    """A target of 7 KiB for 128 tokens limits the cache to 56 bytes per token, of 288 in the dense model."""
     compress(*settings, "--target", "7KiB@128", "--out", tmp_path / "out")
     assert 45 < LatentSpec.from_config(AutoConfig.from_pretrained(tmp_path / "out")).cached_bytes_per_token() <= 56
 
@@ -172,7 +172,7 @@ def test_compress_ends_with_a_quick_evaluation(settings: list[Any], tmp_path: Pa
     assert found["text"] == "calibration.txt, held out" and found["perplexity"]["tokens_per_window"] == 32
     assert f"KL {found['perplexity']['kl_nats']:.4f}" in output
     assert "| perplexity, calibration.txt, held out (8 windows) |" in (out / "README.md").read_text()
-    # Random weights of a tiny model at a tenth of the bytes.
+    # A tiny model of random weights is poor at a tenth of the bytes.
     assert "poor on calibration.txt, held out" in output and "try: calibrate on more than 192" in output
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "recalkv_llama"
 
@@ -197,7 +197,7 @@ def test_failed_run_leaves_nothing_and_keeps_the_old(settings: list[Any], tmp_pa
 
 
 def test_a_terminated_run_leaves_nothing(settings: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, which the signal would end."""
+    """A run ended by SIGTERM, here in a child process, leaves no files and exits with 128 plus the signal."""
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
 
@@ -219,7 +219,7 @@ def test_a_terminated_run_leaves_nothing(settings: list[Any], tmp_path: Path, mo
 
 
 def test_checkpoints_of_several_chat_templates_are_replaced(settings: list[Any], tmp_path: Path) -> None:
-    """Their tokenizers have a folder of their own."""
+    """A checkpoint whose tokenizer has a folder of chat templates is replaced, but not one with an unknown folder."""
     command = [*settings, "--out", tmp_path / "out"]
     compress(*command)
     templates = tmp_path / "out" / "additional_chat_templates"
@@ -278,7 +278,7 @@ def test_families_are_listed_with_reasons() -> None:
 def test_equal_bits_are_told_of(
     arguments: list[str], said: bool, unloaded: None, settings: list[Any], tmp_path: Path
 ) -> None:
-    """Where mixed bits could be had; the model is not loaded, so the call itself fails."""
+    """Equal bits are reported where mixed bits are possible; the command then fails, as no model can be loaded."""
     output = run("compress", *settings, *arguments, "--ratio", "0.8", "--out", tmp_path / "out").output
     assert ("mixed bits lose less at the same bytes" in output) == said
 

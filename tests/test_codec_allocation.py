@@ -1,4 +1,4 @@
-"""How bits are shared out: within the budget, where they save most, more of them where fewer tokens are cached."""
+"""Bit allocation: within the budget, where bits save most, and more bits for layers that cache fewer tokens."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def test_the_budget_is_met_and_used(bits: float) -> None:
     budget = bits / 8 * sum(len(own) * count for own, count in zip(energies, tokens, strict=True))
     segments = allocate_bits(energies, tokens, budget)
     assert used(segments, tokens) <= budget
-    # All of them at 8 bits is the most that there is to buy.
+    # 8 bits for all elements is the largest allocation.
     most = sum(count * (len(own) + 1) for own, count in zip(energies, tokens, strict=True))
     assert used(segments, tokens) > 0.85 * min(budget, most)
     for own, pieces in zip(energies, segments, strict=True):
@@ -50,10 +50,10 @@ def test_the_budget_is_met_and_used(bits: float) -> None:
 
 
 def test_a_tiny_case_by_hand() -> None:
-    # Two codes of one block: the loss saved per byte of the steps of the first is 8 x (1 - .3159) / 1 = 5.47,
-    # 8 x (.3159 - .08478) / 1 = 1.85, ...; of the second a tenth of it. So they are bought in the order bits 1 and 2 of
-    # the first (5.47, 1.85), bit 1 of the second (.547), bit 3 of the first (.508), bit 2 of the second (.185) and bit
-    # 4 of the first (.128); each code has a scale of a byte besides.
+    # Two codes of one block: the loss saved per byte by the steps of the first is 8 x (1 - .3159) / 1 = 5.47,
+    # 8 x (.3159 - .08478) / 1 = 1.85, ..., and a tenth of that for the second. So they are bought in this order: bits 1
+    # and 2 of the first (5.47, 1.85), bit 1 of the second (.547), bit 3 of the first (.508), bit 2 of the second (.185)
+    # and bit 4 of the first (.128); each code also has a scale of one byte.
     energies = [[1.0] * BLOCK, [0.1] * BLOCK]
     assert allocate_bits(energies, [1, 1], 2) == [(Segment(8, 1),), ()]
     assert allocate_bits(energies, [1, 1], 3) == [(Segment(8, 2),), ()]
@@ -81,7 +81,7 @@ def test_layers_that_cache_fewer_tokens_get_more_bits() -> None:
     long, short = allocate_bits(energies, [4096.0, 512.0], 4 / 8 * 64 * (4096 + 512))
     assert row_bytes(short) > 1.5 * row_bytes(long)
     equal = allocate_bits(energies, [512.0, 512.0], 4 / 8 * 64 * 1024)
-    # What is left over buys a step of one of them.
+    # The remaining bytes buy a step for one layer.
     assert abs(row_bytes(equal[0]) - row_bytes(equal[1])) <= 2
 
 

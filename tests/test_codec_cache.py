@@ -1,4 +1,4 @@
-"""What can go wrong with a coded cache: taken back, copied, handed to others, filled too far, traced."""
+"""Failure modes of a coded cache: cropping, copies, foreign models and caches, overflow, tracing."""
 
 import copy
 import dataclasses
@@ -107,7 +107,7 @@ def test_there_are_no_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_default_type_does_not_matter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor whatever else tables that are made in the first pass could take from around them."""
+    """Logits do not depend on the default dtype or inference mode of the first pass, which builds tables."""
     ids, model, fresh = token_ids(), dense().to(dtype), copy.deepcopy(codec_of())
     wanted, _ = in_chunks(use_codec(copy.deepcopy(model), codec_of()), ids, STEPS)
     monkeypatch.setattr(recalkv.runtime.mean_keys, "_tables", {})
@@ -158,7 +158,7 @@ def test_autocast_codes_what_it_computes() -> None:
     wanted = one_pass(model, ids)
     assert_agree(single.float(), wanted, 0.05, 0.1)
     assert_agree(stepped.float(), wanted, 0.05, 0.1)
-    # A cache of one type takes states of another.
+    # A cache of one dtype accepts states of another.
     rest, _ = in_chunks(model, torch.cat([ids, ids], 1), [70, *range(71, 81)], cache)
     assert bool(torch.isfinite(rest).all())
 
@@ -176,7 +176,7 @@ def test_tokens_within_the_slack_are_taken_back_exactly(family: str, ends: Any) 
         cache.crop(-25)
         assert cache.get_seq_length() == 33
         assert_agree(in_chunks(model, other, [*range(34, 50), 60], cache)[0], one_pass(model, other)[:, 33:])
-        # And again, once others have come.
+        # And once more, after other tokens were added.
         cache.crop(-20)
         assert_agree(in_chunks(model, other, [45, 60], cache)[0], one_pass(model, other)[:, 40:])
 
@@ -192,7 +192,7 @@ def test_more_than_the_slack_warns_and_stays_close(ends: Any) -> None:
 
 
 def test_sinks_stay_exact_behind_a_deep_crop() -> None:
-    """A chunk reads them as tokens one by one do."""
+    """After a deep crop, a chunk reads the exact sinks, as tokens that are fed one by one do."""
     model, ids = coded_model(bits=2), token_ids()
     _, cache = in_chunks(model, ids, [60])
     with pytest.warns(UserWarning, match="tokens were removed"):
@@ -256,13 +256,13 @@ def test_a_row_without_tokens_harms_no_other(family: str, static: bool) -> None:
     assert all(bool(torch.isfinite(each).all()) for each in found.logits)
     for row in (0, 2):
         assert torch.equal(found.sequences[row], model.generate(ids[row : row + 1], **settings).sequences[0])
-    # Its own tokens are those of a sequence that begins with them.
+    # The row's logits are those of a sequence that starts with its generated tokens.
     wanted = one_pass(model, found.sequences[1, 30:][None])
     assert_agree(torch.stack([each[1] for each in found.logits[1:]])[None], wanted[:, :-1], 1e-3)
 
 
 def test_one_graph_compiles() -> None:
-    """Prompt and steps alike, with nothing made by an eager pass before; a small model, as tracing takes seconds."""
+    """Prefill and steps compile without an eager pass before and give eager tokens; one layer keeps tracing short."""
     family = "mistral-sliding"
     small = {"num_hidden_layers": 1, "num_key_value_heads": 2}
     codec = dataclasses.replace(fit(dense(family, **small), tiny.windows(), 3, context=256), window=WINDOW, sinks=2)
@@ -280,11 +280,11 @@ def test_one_graph_compiles() -> None:
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of caches that are traced as if there were none
+        warnings.simplefilter("ignore")  # about caches, which tracing treats as absent
         found = generated(model)
     torch._dynamo.reset()
     assert torch.equal(found, generated(eager))
-    # A prompt's, a step's, and others where a window begins to slide; not one for every length.
+    # One graph for the prompt, one for a step, and others where a window begins to slide; not one per length.
     assert 2 <= len(graphs) <= 4
 
 
@@ -322,7 +322,7 @@ def test_a_model_is_copied_without_its_codec() -> None:
 
 
 def test_training_goes_on_behind_it() -> None:
-    """As under DDP: what takes part in one step takes part in the next, and nothing of the codec is trained."""
+    """After stop_codec, every parameter gets a gradient in each step, as DDP requires, but no codec tensor does."""
     model, ids = coded_model(), token_ids()
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in dense().named_parameters()}
     assert set(model.state_dict()) == set(dense().state_dict())
@@ -372,7 +372,7 @@ def test_layers_that_share_their_keys_are_refused() -> None:
     model = tiny.random_model("gemma3n_text", **sizes, **kinds, laurel_rank=4, pad_token_id=0)
     use_codec(model, fit(model, tiny.windows(), 4, context=256))
     raises(UnsupportedModelError, "layer 2 attends to the keys of an earlier layer", model, token_ids(), use_cache=True)
-    # Before an hour of fitting.
+    # This check comes before an hour of fitting.
     message = "layer 2 of Gemma3nForCausalLM attends to other keys than its cache"
     raises(UnsupportedModelError, message, check_cached, stop_codec(model))
 
@@ -387,7 +387,7 @@ def test_offloaded_caches_are_refused() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_masks_that_show_later_tokens_are_refused(cached: bool) -> None:
-    """As those of images in Gemma 3 and of PaliGemma's prefixes; the same mask without them is served."""
+    """Masks that show later tokens, as for Gemma 3's images or PaliGemma's prefixes, are refused, others served."""
     model, ids = coded_model(), token_ids()
     mask = torch.ones(60, 60, dtype=torch.bool).tril()[None, None].repeat(6, 1, 1, 1)
     with torch.no_grad():
@@ -416,7 +416,7 @@ def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> 
     found, _ = in_chunks(model, ids, [37, *range(38, 61)], attention_mask=mask, position_ids=positions)
     assert_agree(found[:1, 17:], alone)
     assert_agree(one_pass(model, ids, attention_mask=mask, position_ids=positions)[:1, 17:], alone)
-    # Positions of one pass are not those of the next.
+    # Positions of one pass are not reused in the next.
     assert_agree(one_pass(model, ids[:1, 17:]), alone)
     cache = codec_cache(model)
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""`recalkv fit` and `recalkv.fit`: budgets, what is written, and what is refused before the work."""
+"""`recalkv fit` and `recalkv.fit`: budgets, the files that are written, and refusals before the work."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.commands import done, everything, refused
 from tests.tiny import SIZES, dense_model, random_model, windows
 
 DENSE = 288
-"""Bytes that the tiny model caches of a token in 16 bits."""
+"""Bytes per token of the tiny model's dense cache in 16 bits."""
 
 
 def fit(*arguments: Any) -> str:
@@ -51,7 +51,7 @@ def test_a_budget_is_bits(written: Any, bits: float | None) -> None:
 
 @pytest.mark.parametrize("written", ["2KiB@40", "8KiB@128", "20KiB@200"])
 def test_memory_of_a_length_is_met_at_it(written: str, tiny_tokenizer: Any) -> None:
-    """Also where it is not the context of the fit: layers with a window of sixteen tokens cache no more of either."""
+    """A memory target is met at its length, even if the context differs; sliding layers cache 16 tokens at both."""
     model, texts = dense_model("gemma3", num_hidden_layers=4), ["the cache holds what the model has read " * 200]
     codec = recalkv.fit(model, tiny_tokenizer, texts, target=written, samples=2, length=32, context=256)
     goal = Target.of(written)
@@ -174,11 +174,11 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_
     before = everything(out)
     assert "replace a codec by `recalkv fit --overwrite`" in refuse(*settings, "--bits", "2", "--out", out)
     assert everything(out) == before
-    for name in ("evaluation.md", "evaluation.json"):  # of `recalkv eval`
+    for name in ("evaluation.md", "evaluation.json"):  # written by `recalkv eval`
         (out / name).write_text("measured")
     fit(*settings, "--bits", "2", "--out", out, "--overwrite")
     assert Codec.load(out).record["bits"] == 2
-    # A failing run keeps the old one.
+    # A failing run keeps the old codec.
     before = everything(tmp_path)
     refuse(*settings, "--samples", "1000", "--out", out, "--overwrite")
     assert everything(tmp_path) == before
@@ -186,7 +186,7 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", other, "--overwrite")
-    # A codec may lie beside a model's weights.
+    # A folder that also holds a model's weights is not replaced.
     (out / "model.safetensors").write_text("weights")
     before = everything(out)
     assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", out, "--overwrite")
@@ -220,7 +220,7 @@ def test_what_python_refuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
     raises(ParameterError, "bits=4 and target=0.5 are both given; give one", recalkv.fit, model, bits=4, target=0.5)
     raises(ParameterError, "context=0 must be", recalkv.fit, model, tiny_tokenizer, text, context=0, length=32)
     adapted = type("PeftModelForCausalLM", (torch.nn.Module,), {"config": model.config, "peft_config": {}})()
-    for without in (model, adapted):  # adapters are none of its business
+    for without in (model, adapted):  # adapters make no difference
         raises(ParameterError, "no tokenizer is given", recalkv.fit, without, None, ["text"])
     raises(UnsupportedModelError, "Linear without a config", recalkv.fit, torch.nn.Linear(2, 2), None, ["text"])
     raises(ParameterError, "tokenizer is a list", recalkv.fit, model, ["text"])

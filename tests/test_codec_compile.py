@@ -1,6 +1,6 @@
-"""Kernels that decode rows compile for GPUs that are not here: with tensor cores, and next to no spills.
+"""The codec's kernels compile for GPUs that are not present, with tensor cores and next to no spills.
 
-``python tests/test_codec_compile.py`` prints a line for each geometry and architecture: shared memory, registers, bytes
+``python tests/test_codec_compile.py`` prints a line per geometry and architecture: shared memory, registers, bytes
 spilled, and tensor-core instructions of warp groups and of warps.
 """
 
@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 SPILLED = 16
-"""Bytes of stack that a thread may have: four registers."""
+"""Maximum bytes of stack per thread: four registers."""
 
 GEOMETRIES: dict[str, tuple[int, int]] = {
-    # Queries of a group, numbers of a code.
+    # Queries of a group, and width of a code.
     "smollm2-135m, 3 heads": (9, 192),
     "qwen2.5-0.5b, 2 heads": (14, 128),
     "llama-3.1-8b, 2 heads": (8, 256),
@@ -28,11 +28,11 @@ GEOMETRIES: dict[str, tuple[int, int]] = {
 }
 WAYS = {"": (False, False), "paged, soft-capped": (True, True)}
 SOME = ["qwen2.5-0.5b, 2 heads"]
-"""One with everything, on the newest architecture; all of them by ``-m slow``."""
+"""One geometry with all features, compiled for the newest architecture; ``-m slow`` compiles all geometries."""
 
 
 def main(some: Sequence[str] = ()) -> int:
-    """Compile those, or all; 1 if one spills, lacks tensor cores or would not launch."""
+    """Compile the given geometries, or all; return 1 if one spills, lacks tensor cores or would not launch."""
     from recalkv.runtime.triton_decode import STAGES, attend_kernel, combine_kernel, constants
     from recalkv.trellis.triton_pack import pack_kernel
     from tests.compiling import SHARED_LIMITS, compiled_for
@@ -80,7 +80,7 @@ def main(some: Sequence[str] = ()) -> int:
 
 @pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"])
 def test_kernels_compile_within_limits(fresh_python: Path, names: list[str]) -> None:
-    """In a process of its own: where kernels are interpreted, they cannot be compiled."""
+    """All kernels compile within limits, in a separate process: kernels that are interpreted cannot be compiled."""
     from tests.conftest import process
 
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""Tables of the CUDA kernel, which GPUs run in tests/test_codec_triton.py: each number once, in rows that are there."""
+"""Tables of the CUDA kernel: each coefficient once, in existing rows; tests/test_codec_triton.py runs the kernel."""
 
 import itertools
 from collections import Counter
@@ -17,7 +17,7 @@ WARPS = 4
 HOSTS = {"SETS", "PARTS", "NT", "PAGED", "CAPPED", "QUERY", "RESIDENT"}
 
 NUMBERS = {1: 8, 2: 4, 3: 8, 4: 2, 6: 4, 8: 2}
-"""Of a byte of the last plane, or of two bytes of 8 bits."""
+"""Coefficients per byte of the last plane, or for 8 bits per two bytes."""
 
 
 def layout_of(name: str) -> DeviceLayout:
@@ -67,7 +67,7 @@ def _bits(segments: tuple[Segment, ...]) -> list[int]:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_curves_give_levels(bits: int) -> None:
-    """In float16, as the kernel computes them: to 11 bits of the largest, and of each within the levels' own grain."""
+    """Levels from curves in float16, as in the kernel, are right to 11 bits of the largest plus the levels' grain."""
     second, constant, gain = (torch.tensor(each, dtype=torch.float64) for each in curve_of(bits))
     place = (torch.arange(2 << bits, dtype=torch.float64) - ((2 << bits) - 1) / 2) / 2**bits
     assert torch.equal(place, place.half().double())

@@ -1,4 +1,4 @@
-"""A token's attention over rows by a kernel's interface agrees with plain torch: scores, outputs, padding, windows."""
+"""Attention of one token over rows through the kernel interface agrees with PyTorch, with padding and windows."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ _VALUES = (Segment(16, 4), Segment(24, 3), Segment(8, 1))
 
 
 def _layer_codec(groups: int) -> LayerCodec:
-    """Two KV heads of 32 a group."""
+    """Return a codec with two KV heads of size 32 per group."""
     generator = torch.Generator().manual_seed(groups)
 
     def codes(segments: tuple[Segment, ...]) -> tuple[Code, ...]:
@@ -40,7 +40,7 @@ def _layer_codec(groups: int) -> LayerCodec:
 
 
 def _filled(codec: LayerCodec, tokens: int, padding: int, sliding: int | None) -> tuple[CodecLayer, torch.Tensor]:
-    """A cache of two sequences, the second padded on its left, and which slots are attended to."""
+    """Return a cache of two sequences, of which the second is left-padded, and the slots that are attended to."""
     layer = CodecLayer(codec, 32, 4, sliding)
     states = torch.randn(2, 2, codec.kv_heads, tokens, 32, generator=torch.Generator().manual_seed(tokens))
     seen = torch.ones(2, tokens, dtype=torch.bool)
@@ -76,7 +76,7 @@ def test_kernels_agree_with_torch(
     monkeypatch.setattr(row_attention, "kernel", lambda: coded_attention_torch)
     results["kernel"] = step(copy.deepcopy(layer))
     torch.testing.assert_close(results["kernel"], results["torch"], rtol=1e-4, atol=1e-5)
-    # Queries and weights are integers of 16 bits in the loops.
+    # In the loops, queries and weights are 16-bit integers.
     torch.testing.assert_close(results["loops"], results["torch"], rtol=1e-3, atol=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_copies_of_a_cache_outlive_the_codec_that_they_were_made_with() -> None:
 
     wanted = step(copy.deepcopy(layer))
     assert copy.deepcopy(layer).codec is codec
-    # Addresses that the loops keep mean nothing in another process.
+    # Addresses that the loops cache are invalid in another process.
     stored = pickle.dumps(layer)
     assert any(name.startswith("_") for name in codec.__dict__)
     del layer, codec
@@ -103,7 +103,7 @@ def test_copies_of_a_cache_outlive_the_codec_that_they_were_made_with() -> None:
 
 
 class Questions(TorchDispatchMode):
-    """Counts how often a number is asked of the device."""
+    """Counter of scalars that are read from the device."""
 
     asked = 0
 
@@ -113,7 +113,7 @@ class Questions(TorchDispatchMode):
 
 
 def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once a layer: each time, a GPU would have to finish what it was given."""
+    """A step of padded sequences reads one more scalar, not one per layer: a GPU must finish its queue for each."""
     monkeypatch.setattr(decode, "kernel_serves", lambda *_: True)
     monkeypatch.setattr(row_attention, "kernel", lambda: coded_attention_torch)
     monkeypatch.setattr(cache_module, "layer_loops", lambda *_: None)
@@ -140,9 +140,9 @@ def test_a_step_of_padded_sequences_asks_the_device_once(monkeypatch: pytest.Mon
     first, later = counts[1], counts[2:]
     counts.clear()
     logits(torch.ones_like(mask))
-    # The first step prepares what layers keep. Transformers' own questions are as many without padding.
+    # The first step also prepares state that layers keep. Transformers reads the same number without padding.
     assert first >= later[0] == later[1] == counts[2] + 1 and counts[2] == counts[3] and len(model.model.layers) > 1
-    # A sequence that is padded reads as it does alone.
+    # A padded sequence gives the same logits as alone.
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[1:, 7:36], past_key_values=cache)
@@ -166,7 +166,7 @@ def test_what_a_mask_gives_is_made_again_once_the_mask_was_written_to() -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
-    """All weighted slots then hold the same numbers, some of them the largest level: sums come close to 32 bits."""
+    """The output over a repeated token is right, although sums with its largest levels come close to 32 bits."""
     codes = (Code(torch.eye(64), (Segment(64, bits),)),)
     codec = LayerCodec(codes, codes, torch.zeros(1, 64), torch.zeros(1, 64), no_rotation(64))
     value = torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -178,5 +178,5 @@ def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
     new, zero = value.view(1, 1, 1, 64), torch.zeros(1, 1, 1, 64)
     layer.update(zero, new)
     output = decode.decode_step(layer, zero, zero, new, None, None, None, 1.0, None, None)
-    # 36 exact tokens of 601 among as many equal ones.
+    # 36 of the 601 equally weighted tokens are exact.
     torch.testing.assert_close(output.flatten(), coded_value + (value - coded_value) * 36 / 601, atol=0.01, rtol=0.002)

@@ -1,4 +1,4 @@
-"""`recalkv eval MODEL --codec codec`: the model with a codec beside itself."""
+"""`recalkv eval MODEL --codec codec`: a model with a codec compared with the same model without it."""
 
 import json
 from pathlib import Path
@@ -38,13 +38,13 @@ def test_figures_are_those_of_the_model_with_a_codec(codec: Path, tiny_folder: P
     assert 0 < text["kl_nats"] < 0.2 and text["dense"] != text["compressed"]
     assert cache["compressed_bytes_per_token"] == own.bytes_per_token == 72
     assert cache["reference_bytes_per_token"] == 288 and cache["compression_ratio"] == 0.75
-    # Of float32, and with room: more than the exact tokens take in 16 bits.
+    # The window is float32 and has spare room, so it is larger than the exact tokens in 16 bits.
     assert own.window_bytes <= cache["compressed_window_bytes"] < 6 * own.window_bytes
     assert figures["parameters"]["dense"] == figures["parameters"]["compressed"]
     assert set(figures["decode_tokens_per_second"]) == {"60_tokens"}
     assert set(figures["needle"]) == {"dense", "compressed"} and facts is own
     shown = page(figures, facts)
-    # The page may be published: where the model lies is nobody else's business.
+    # The page may be published, so it must not show where the model is stored.
     assert str(tiny_folder) not in shown and tiny_folder.name in shown and "in 16 bits | 288 | 72 | 75.0%" in shown
     poor = figures | {"perplexity": text | {"kl_nats": 1.0}}
     assert any("recalkv fit --bits` above 4" in line for line in advice(poor, facts))
@@ -57,7 +57,7 @@ def test_the_command_writes_its_page_beside_the_codec(
     done("eval", tiny_folder, "--codec", codec, "--text", tiny_texts[1], "--quick", "--device", "cpu")
     found: dict[str, Any] = json.loads((codec / "evaluation.json").read_text())
     assert found["cache"]["compressed_bytes_per_token"] == 72 and "KL" in (codec / "evaluation.md").read_text()
-    # Which does not keep the codec from being fitted again.
+    # The page does not prevent the codec from being fitted again.
     Codec.load(codec).save(codec)
 
 
@@ -77,7 +77,7 @@ def test_bad_input_is_refused(codec: Path, tiny_folder: Path, tiny_tokenizer: An
 def test_generate_caches_by_a_codec(codec: Path, tiny_folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     model = recalkv.use_codec(AutoModelForCausalLM.from_pretrained(tiny_folder), codec)
-    prompt = "the cache holds " * 20  # beyond the residual window
+    prompt = "the cache holds " * 20  # longer than the residual window
     ids = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
     said = done("generate", tiny_folder, prompt, "--codec", codec, "--tokens", "8", "--device", "cpu")

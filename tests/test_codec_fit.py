@@ -1,4 +1,4 @@
-"""Fitting a codec, its file, what it is bound to, and what is refused; the model stays as it is."""
+"""Fitting a codec, its files, the model it is bound to, and refusals; the model stays unchanged."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ def codec(model: Any) -> Codec:
 
 
 def states_of(codec: Codec, layer: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and positions of random tokens as a layer may have them."""
+    """Return random keys, values and positions as a layer may have them."""
     own, generator = codec.layers[layer], torch.Generator().manual_seed(0)
     positions = torch.randint(0, CONTEXT, (2, 40), generator=generator)
     shape = (2, own.kv_heads, 40, own.head_dims[0])
@@ -55,7 +55,7 @@ def test_layers_with_a_sliding_window_count_for_what_they_cache(model: Any) -> N
     codec = replace(codec, record=codec.record | {"sliding_windows": {"0": 16, "2": 100}})
     assert codec.sequence_bytes(256) == 16 * one + 256 * two + 100 * three
     assert codec.bits_per_element() == 8 * codec.sequence_bytes(256) / (48 * (16 + 256 + 100))
-    # Of the first layer all 16 tokens are exact, of the others 36.
+    # In the first layer all 16 tokens are exact, in the others 36.
     held = 16 * 48 * (16 + 36 + 36)
     assert codec.bits_per_element(50) == (8 * codec.sequence_bytes(50) + held) / (48 * (16 + 50 + 50))
     assert codec.bits_per_element(50, exact=False) == 8 * codec.sequence_bytes(50) / (48 * (16 + 50 + 50))
@@ -74,7 +74,7 @@ def test_heads_of_an_odd_size_are_refused() -> None:
 def test_rows_take_what_was_asked_for(model: Any, bits: float) -> None:
     codec = fit(model, windows(2, 24), bits=bits)
     assert sorted(codec.layers) == [0, 1, 2] and codec.bits_per_element() <= bits
-    # All at 8 bits and their scales is the most there is; of 24 numbers a scale is a third of a bit.
+    # 8 bits for all coefficients and their scales is the maximum; of 24 coefficients, a scale takes a third of a bit.
     assert codec.bits_per_element() > bits - 0.35 and codec.dense_bytes_per_token == 3 * 2 * 2 * 3 * 8
     assert codec.bytes_per_token == sum(layer.row_bytes for layer in codec.layers.values())
     assert codec.context == model_context(model) == 256
@@ -94,7 +94,7 @@ def test_keys_and_values_come_back_from_their_rows(model: Any) -> None:
     assert rows.shape == (2, 40, layer.row_bytes) and rows.dtype == torch.uint8
     for own, found in zip((keys, values), unpacked(layer, rows, positions), strict=True):
         assert float((own - found).norm() / own.norm()) < 0.02
-    # Any tokens, by themselves.
+    # Any tokens can be packed by themselves.
     assert torch.equal(packed(layer, keys[:, :, 7:9], values[:, :, 7:9], positions[:, 7:9]), rows[:, 7:9])
 
 
@@ -174,7 +174,7 @@ def test_the_model_stays_as_it_was(failing: bool, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
     assert not any(each._forward_hooks for each in model.modules())
-    # And works.
+    # And it still works.
     model.eval()(input_ids=windows(1, 8)).logits.sum().backward()
 
 
@@ -189,7 +189,7 @@ def test_models_are_fitted_in_threads() -> None:
     assert not layer.is_like(replace(layer, rotation=replace(layer.rotation, pairs=layer.rotation.pairs.flip(0))))
 
 
-# ---- the file
+# ---- the files
 
 
 def test_a_codec_is_what_was_saved(codec: Codec, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
         Codec.load(tmp_path / "nowhere")
 
 
-# ---- what it is bound to
+# ---- the model that it is bound to
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""Moments of the codec, against a plain computation in float64."""
+"""Moments of the codec, compared with a plain computation in float64."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ CONTEXT = 70
 
 
 def drawn_labels(model: Any, ids: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """The labels that the moments are of: drawn from the float32 model, window by window."""
+    """Return the labels of the moments, sampled from the float32 model window by window."""
     sampler, labels = torch.Generator().manual_seed(seed), []
     for window in ids:
         with torch.no_grad():
@@ -34,9 +34,9 @@ def drawn_labels(model: Any, ids: torch.Tensor, seed: int) -> list[torch.Tensor]
 def naive_moments(
     model: Any, ids: torch.Tensor, rotations: dict[int, Rotation], context: int, seed: int = 0
 ) -> dict[int, dict[str, Any]]:
-    """Per layer ``means``, ``states`` and ``gradients``, each of keys and values, by the formulas of the module."""
+    """Return per layer ``means``, ``states`` and ``gradients``, each for keys and values, by the module's formulas."""
     labels, double = drawn_labels(model, ids, seed), copy.deepcopy(model)
-    if not hasattr(model.config, "num_local_experts"):  # whose grouped products have no float64
+    if not hasattr(model.config, "num_local_experts"):  # the grouped matmuls of experts do not support float64
         double = double.double()
     keys: dict[int, list[Any]] = {}
     for window, own in zip(ids, labels, strict=True):
@@ -49,7 +49,7 @@ def naive_moments(
 
         with watching(double, keep):
             logits = double(input_ids=window[None], use_cache=False).logits[0]
-            # The last token's label lies outside the window.
+            # The last token's label is outside the window.
             torch.nn.functional.cross_entropy(logits[:-1], own[:-1], reduction="sum").backward()
         for layer, pair in seen.items():
             keys.setdefault(layer, []).append([(each.detach()[0], each.grad[0]) for each in pair])
@@ -143,7 +143,7 @@ def test_values_are_grouped_as_the_keys_whatever_their_size(monkeypatch: pytest.
 
 
 def assert_near(found: dict[int, LayerMoments], expected: dict[int, LayerMoments]) -> None:
-    """The same gradients up to the order of sums."""
+    """Assert equal gradients up to the order of sums."""
     for layer, own in expected.items():
         for other, gradients in zip(found[layer].gradients, own.gradients, strict=True):
             torch.testing.assert_close(other, gradients, rtol=1e-5, atol=1e-9)
@@ -180,13 +180,13 @@ def test_activations_computed_again_give_the_same(monkeypatch: pytest.MonkeyPatc
     passes = []
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     again = take_moments(model, ids, CONTEXT)
-    assert sum(passes) == 2 * len(ids)  # once more in the backward pass
+    assert sum(passes) == 2 * len(ids)  # recomputed in the backward pass
     assert_near(again, kept)
     assert not any(getattr(each, "gradient_checkpointing", False) or each.training for each in model.modules())
 
 
 def test_layers_that_drop_states_themselves_drop_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpointing needs layers in training, and OPT's apply dropout in their own forward pass."""
+    """Checkpointing, which needs layers in training mode, applies no dropout, even in OPT's layers, which call it."""
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 6, "max_position_embeddings": 256, "dropout": 0.5, "word_embed_proj_dim": 48}
     model, ids = random_model("opt", **sizes), windows(3, 24)
@@ -197,12 +197,12 @@ def test_layers_that_drop_states_themselves_drop_none(monkeypatch: pytest.Monkey
 
 
 def test_windows_that_turn_otherwise_than_the_context_are_turned_back_by_their_own() -> None:
-    """Long RoPE: short windows take one table, the context that is served another."""
+    """With LongRoPE, the windows' keys are rotated back by the table of short sequences, not by the context's."""
     model, ids = dense_model("phi3-longrope"), windows(3, 24)
     own, served = measured_rotations(model, 24), measured_rotations(model, 256)
     found = take_moments(model, ids, 256)
     turned = served[0].averaged(naive_moments(model, ids, own, 1)[0]["states"][0], 256)
-    # At position 0 nothing is turned: the formulas' average over one position is the moment before RoPE.
+    # Position 0 is not rotated, so the formulas averaged over one position give the moment before RoPE.
     assert float((found[0].states[0] - turned).norm() / turned.norm()) < 1e-3
     assert torch.equal(found[0].rotation.frequencies, served[0].frequencies)
 

@@ -1,4 +1,4 @@
-"""Attention over blocks of a paged cache agrees with a naive reference, however tokens come and whatever attends."""
+"""Attention over a paged cache agrees with a naive reference, for any order of tokens and any implementation."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _LENGTHS = (1, 3, 45, 130, 200, 31, 36)
 
 
 class _Sequences:
-    """Random texts in a cache whose blocks are shuffled, and further layers' bytes between them."""
+    """Random sequences in a cache of shuffled blocks, between which are bytes of other layers."""
 
     def __init__(self, codec: LayerCodec, lengths: tuple[int, ...], sliding: int | None, kinds: dict[str, Any]) -> None:
         random = torch.Generator().manual_seed(7)
@@ -49,7 +49,7 @@ class _Sequences:
         return self.tables[kind][number][places // size] * size + places % size
 
     def expected(self, number: int) -> Tensor:
-        """(tokens, heads, d_v) in float64."""
+        """Return the reference output, (tokens, heads, d_v) in float64."""
         query, key, value = self.states[number]
         places = torch.arange(len(key))
         keys, values = (each.transpose(0, 1)[None] for each in (key, value))
@@ -72,7 +72,7 @@ class _Sequences:
         return torch.stack(result)
 
     def decode(self, places: list[tuple[int, int]]) -> Tensor:
-        """Attend from (sequence, place) tokens at once."""
+        """Attend from several tokens at once, given as (sequence, place)."""
         own = [[self.states[number][kind][place] for number, place in places] for kind in range(3)]
         query, key, value = map(torch.stack, own)
         tables = [torch.stack([self.tables[kind][number] for number, _ in places]) for kind in range(2)]
@@ -82,7 +82,7 @@ class _Sequences:
         return self.layer.decode(query, key, value, Tokens(*tables, lengths, int(lengths.max())))
 
     def attend(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Attend from (sequence, start, count) chunks of one step."""
+        """Attend from the chunks of one step, given as (sequence, start, count)."""
         states = [torch.cat([self.states[n][kind][s : s + c] for n, s, c in parts]) for kind in range(3)]
         self._write(*states[1:], [(n, s + i) for n, s, c in parts for i in range(c)])
         chunks, first = [], 0
@@ -98,7 +98,7 @@ class _Sequences:
         self.layer.write(key, value, torch.tensor([place for _, place in places]), *slots)
 
 
-# Any three of the four factors in all their combinations.
+# Any three of the four factors occur in all their combinations.
 @pytest.mark.parametrize(
     ("kernel", "sliding", "kinds", "groups"),
     [
@@ -119,10 +119,10 @@ def test_tokens_and_chunks_in_any_order(
     monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)
     expected = [texts.expected(number) for number in range(len(_LENGTHS))]
-    # Prompts of all but the last tokens together; then three tokens of each at once, as drafts are; then one by one.
+    # Prefill all but six tokens of each together; then decode three of each at once, like drafts; then one by one.
     behind = [max(0, length - 6) for length in _LENGTHS]
     parts = [(number, 0, count) for number, count in enumerate(behind) if count]
-    # One of them in two chunks, the second beside the others' decoding.
+    # One prompt comes in two chunks.
     parts = [(n, s, c if n != 4 else 90) for n, s, c in parts]
     for (number, start, count), own in zip(parts, texts.attend(parts), strict=True):
         torch.testing.assert_close(own.double(), expected[number][start : start + count], rtol=2e-3, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Rotations that are measured, against the models' own tables; and their averages, against sums over positions."""
+"""Measured rotations, compared with the models' tables; and averaged rotations, compared with sums over positions."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from tests.tiny import SIZES, dense_model, random_model, windows
 CONTEXT = 200
 
 OTHERS: dict[str, dict[str, Any]] = {
-    # Pairs of neighbors.
+    # Pairs of adjacent dimensions.
     "cohere": {},
-    # A part of each head.
+    # Only a part of each head is rotated.
     "phi": {"partial_rotary_factor": 0.5, "num_key_value_heads": 6},
     "gpt_neox": {"rotary_pct": 0.5, "num_key_value_heads": 6},
     # Learned positions.
@@ -27,7 +27,7 @@ def model_of(family: str) -> Any:
 
 
 def keys_at(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Keys of one text at given positions, by layer: (heads, tokens, d)."""
+    """Return the keys of one text at given positions, by layer: (heads, tokens, d)."""
     found: dict[int, torch.Tensor] = {}
     with watching(model, lambda layer, key, value: found.setdefault(layer, key[0].detach())), torch.no_grad():
         model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
@@ -39,7 +39,7 @@ HALVES = ("llama-gqa", "llama-linear-rope", "llama3-rope", "llama-yarn", "mistra
 
 
 def test_attention_sinks_leave_one_token_its_value() -> None:
-    """In 16 bits their share would round otherwise at each position, and experts of deeper layers change with it."""
+    """Values of a single token are equal at all positions: a sink's share, rounded in 16 bits, would change experts."""
     model = dense_model("gpt-oss-sinks").to(torch.bfloat16)
     values: dict[int, torch.Tensor] = {}
     with watching(model, lambda layer, key, value: values.setdefault(layer, value.detach())), torch.no_grad():
@@ -52,11 +52,11 @@ def test_attention_sinks_leave_one_token_its_value() -> None:
     [*HALVES, "glm-partial", "glm4-moe", "minimax-m2-whole-norm", "qwen3.5-hybrid", "granite4-hybrid", *OTHERS],
 )
 def test_keys_turn_as_measured(family: str) -> None:
-    """The keys of the first layer at any positions are its keys at position 0, turned."""
+    """The first layer's keys at any positions are its keys at position 0, rotated, and can be rotated back."""
     model = model_of(family)
     rotations = measured_rotations(model, CONTEXT)
     ids, positions = windows(1, 40)[0], torch.randperm(CONTEXT, generator=torch.Generator().manual_seed(3))[:40]
-    # All at one position is a text without order, and the first layer's keys depend on nothing else.
+    # The first layer's keys depend only on the token and its position.
     still, moved = keys_at(model, ids, torch.zeros_like(positions)), keys_at(model, ids, positions)
     first = min(rotations)
     assert rotations.keys() == moved.keys()
@@ -71,7 +71,7 @@ def test_keys_turn_as_measured(family: str) -> None:
 def test_frequencies_are_the_models_own() -> None:
     for family in ("llama3-rope", "llama-yarn"):
         model = dense_model(family)
-        # YaRN's tables carry a factor, which is no rotation.
+        # YaRN's tables include a scaling factor, which is not a rotation.
         assert (model.model.rotary_emb.attention_scaling != 1) == (family == "llama-yarn")
         table = model.model.rotary_emb.inv_freq.double()
         for rotation in measured_rotations(model, CONTEXT).values():
@@ -91,7 +91,7 @@ def test_layers_differ() -> None:
     turning = {layer: bool(own.frequencies.any()) for layer, own in measured_rotations(model, CONTEXT).items()}
     assert turning == {layer: bool(use) for layer, use in enumerate(model.config.no_rope_layers)}
     assert len(set(turning.values())) == 2
-    # Sliding layers have a base of their own.
+    # Sliding layers have another RoPE base.
     rotations = measured_rotations(dense_model("gemma3", num_hidden_layers=4), CONTEXT)
     assert float((rotations[0].frequencies - rotations[1].frequencies).abs().max()) > 1e-4
 
@@ -108,7 +108,7 @@ def test_models_in_16_bits_turn_as_in_32(family: str, dtype: torch.dtype) -> Non
 
 
 def test_slow_pairs_that_16_bits_do_not_show_in_a_window_are_those_of_the_context() -> None:
-    # Of eight dimensions that turn, those of two pairs in the window.
+    # Four pairs of dimensions rotate, but only two do so visibly within the window.
     rope = {"rope_type": "default", "rope_theta": 1e10, "partial_rotary_factor": 0.5}
     sizes = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "rope_parameters": rope}
     model = random_model("phi", **sizes).to(torch.bfloat16)
@@ -128,7 +128,7 @@ def test_the_context_decides_where_the_model_says_so() -> None:
 def test_long_contexts_are_measured_precisely() -> None:
     model = dense_model("llama-gqa", max_position_embeddings=131072)
     rotation, table = measured_rotations(model, 131072)[0], model.model.rotary_emb.inv_freq.double()
-    # In radians at the last position; the model's own tables are as far from exact ones there.
+    # In radians at the last position, where the model's tables are just as far from exact angles.
     assert float((rotation.frequencies - table).abs().max()) * 131071 < 0.02
 
 
@@ -146,7 +146,7 @@ def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
     rotation, moment = random_rotation_of(3, 8)
     total, eye = torch.zeros_like(moment), torch.eye(8, dtype=torch.float64)
     for position in range(context):
-        # Row i of the turned identity is basis vector i, turned.
+        # Row i of the rotated identity is basis vector i, rotated.
         one = rotation.turned(eye[:, None], torch.tensor([position]))[:, 0].T
         turn = torch.block_diag(one, one, one)
         total += turn @ moment @ turn.T / context

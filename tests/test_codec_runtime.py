@@ -1,4 +1,4 @@
-"""Models that use a codec: whatever way tokens come, the logits are the same, and those of the definition."""
+"""Models with a codec: logits are the same however tokens are fed, and equal those of the definition."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ WAYS: dict[str, Any] = {
     "at once": [60], "chunks": [3, 11, 12, 41, 60], "tokens": range(1, 61), "prompt and tokens": [20, *range(21, 61)],
 }  # fmt: skip
 SEVERAL = ("at once", "chunks", "tokens")
-"""Of these; tokens after a prompt are fed by further tests."""
+"""Those of ``WAYS`` that one test tries; further tests feed tokens after a prompt."""
 
 EXPERTS = "torch has no grouped products of float64, which these experts take"
 
@@ -40,7 +40,7 @@ def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reference(codec: Codec) -> Callable[..., tuple[Tensor, None]]:
-    """Attention by the definition, one query after the other, in float64."""
+    """Return an attention function that follows the definition, one query at a time, in float64."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -80,13 +80,13 @@ AttentionMaskInterface.register("codec_reference", sdpa_mask)
 def test_a_query_finds_old_tokens_rounded_and_the_newest_and_first_ones_exact(family: str, dtype: torch.dtype) -> None:
     if (family, dtype) == ("gpt-oss-sinks", torch.float64):
         pytest.skip(EXPERTS)
-    # Of this seed no number is at the edge of two codes: there rounding errors of 1e-7 decide, and logits move by 1e-3.
+    # With this seed, no value is on the edge of two codes, where errors of 1e-7 decide and move logits by 1e-3.
     ids, model = token_ids(3, seed=6), dense(family).to(dtype)
     plain = one_pass(model, ids)
     AttentionInterface.register("codec_reference", reference(codec_of(family)))
     model.set_attn_implementation("codec_reference")
     wanted = one_pass(model, ids)
-    # The codec changes far more than what is asked for below.
+    # The codec changes logits by far more than the tolerances below.
     assert float(differences(plain, wanted).min()) > 5e-4
     use_codec(model, codec_of(family))
     found, _ = in_chunks(model, ids, [30, *range(31, 61)])
@@ -135,7 +135,7 @@ def test_long_chunks_push_out_what_they_attend_to(family: str, static: bool) -> 
     cache = StaticCache(config=model.config, max_cache_len=200) if static else None
     wanted = one_pass(model, ids)
     with pytest.MonkeyPatch.context() as patch:
-        # Numba's loops pack all of it; plain torch takes many times as long.
+        # Numba's loops pack all rows; plain PyTorch takes many times as long.
         if compiled("recalkv.runtime.cpu.layer") is not None:
             patch.setattr("recalkv.trellis.rows.search", lambda *_: pytest.fail("packed by plain torch"))
         found, _ = in_chunks(model, ids, [30, 101, 102, 136, *range(137, 145), 190], cache)
@@ -156,7 +156,7 @@ def test_a_prefix_serves_several_continuations(family: str) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-5), (torch.bfloat16, 0.06), (torch.float16, 0.02)])
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2-softcap", "gpt-oss-sinks"])
 def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float) -> None:
-    """16-bit numbers round otherwise before codes are taken, which decides many ties."""
+    """Models of other dtypes agree with float32 up to ties, many of which 16-bit rounding before the codes decides."""
     if (family, dtype) == ("gpt-oss-sinks", torch.float64):
         pytest.skip(EXPERTS)
     ids = token_ids()
@@ -184,7 +184,7 @@ def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest
     plain, other = in_chunks(model, ids, ends, **masks)
     assert_agree(looped[1:], plain[1:], 1e-4)
     assert_agree(looped[:1, 11:], plain[:1, 11:], 0.01)
-    # Inputs of the first layer are the same; rounding may decide a scale or a code otherwise now and then.
+    # The first layer's inputs are equal, but rounding may now and then change a scale or a code.
     first, second = (each.layers[0].keys[:, :3] for each in (cache, other))
     assert float((first != second).float().mean()) < 2e-3
 
@@ -202,7 +202,7 @@ def generated(model: Any, ids: Tensor, tokens: int = 24, **settings: Any) -> Ten
 
 
 def same_start(found: Tensor, wanted: Tensor) -> None:
-    """Most sequences are the same throughout; where rounding decided a tie of two tokens, others follow."""
+    """Assert that most sequences are equal; the others may diverge at a tie of two tokens, which rounding decides."""
     assert found.shape == wanted.shape
     assert float((found == wanted).all(1).float().mean()) >= 0.5, (found == wanted).int()
 
@@ -228,7 +228,7 @@ def test_static_caches_take_chunks_shorter_than_a_sliding_window(family: str, ch
     static: dict[str, Any] = {"cache_implementation": "static", "prefill_chunk_size": chunk}
     wanted = model.generate(ids, **settings, use_cache=False)
     same_start(model.generate(ids, **settings, **{key: value for key, value in static.items() if value}), wanted)
-    # A wider mask whose other slots are attended to is another thing.
+    # A wider mask that attends to the other slots is refused.
     cache = StaticCache(config=model.config, max_cache_len=64)
     mask = torch.ones(4, 1, 5, 16, dtype=torch.bool).tril(11)
     raises(ParameterError, "the mask covers 16 slots and must cover 5", model, ids[:, :5], mask, past_key_values=cache)
@@ -236,7 +236,7 @@ def test_static_caches_take_chunks_shorter_than_a_sliding_window(family: str, ch
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding"])
 def test_the_default_device_is_not_asked(family: str) -> None:
-    """As with `torch.set_default_device("cuda")` and a model on the CPU."""
+    """Logits and fits ignore the default device, as with ``torch.set_default_device("cuda")`` and a CPU model."""
     model, bare, ids, calibration = coded_model(family), dense(family), token_ids(), windows(2, 24)
     wanted, codec = one_pass(model, ids), fit(bare, calibration, 4, context=256)
     with torch.device("meta"):
@@ -252,7 +252,7 @@ def test_the_default_device_is_not_asked(family: str) -> None:
 def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: bool) -> None:
     model = coded_model(family)
     if family == "qwen3-next-hybrid":
-        # Of what it keeps beside keys and values nothing can be taken back: as in the dense model.
+        # Its recurrent state cannot be cropped, as in the dense model.
         raises(ValueError, "(?i)assist|crop|stateful", generated, model, token_ids(1, 30), prompt_lookup_num_tokens=3)
         return
     ids = token_ids(1, 30)
@@ -260,7 +260,7 @@ def test_assisted_decoding_gives_the_same_tokens(family: str, coded_assistant: b
     wanted = generated(model, ids, use_cache=False)
     assert torch.equal(generated(model, ids, prompt_lookup_num_tokens=3), wanted)
     assistant = coded_model(family) if coded_assistant else dense(family)
-    with torch.no_grad():  # so that it errs
+    with torch.no_grad():  # so that the assistant makes mistakes
         assistant.lm_head.weight += 0.02 * torch.randn_like(assistant.lm_head.weight)
     assert torch.equal(generated(model, ids, assistant_model=assistant), wanted)
 
@@ -310,7 +310,7 @@ def test_a_cache_starts_again_behind_a_reset(static: bool) -> None:
 
 
 class Adapted(nn.Module):
-    """What PEFT does around a model, as far as it is seen from here: low-rank updates, and `get_base_model`."""
+    """Stand-in for a PEFT model, as far as it matters here: low-rank updates, and ``get_base_model``."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ def test_adapters_may_be_on_the_model(kind: str) -> None:
 
 
 def causal_mask(ids: Tensor, hidden: int) -> Tensor:
-    """Tokens from ``hidden`` on do not see those before it: (batch, 1, tokens, tokens) bool."""
+    """Return a causal mask that hides tokens before ``hidden`` from later ones: (batch, 1, tokens, tokens) bool."""
     place = torch.arange(ids.shape[1])
     seen = (place <= place[:, None]) & ((place >= hidden) | (place[:, None] < hidden))
     return seen.expand(len(ids), 1, -1, -1)
@@ -365,7 +365,7 @@ def test_masks_that_are_added_hide_what_those_of_bool_do(least: float) -> None:
     seen = causal_mask(ids, 10)
     added, wanted = torch.zeros(seen.shape).masked_fill(~seen, least), one_pass(model, ids, attention_mask=seen)
     assert torch.equal(one_pass(model, ids, attention_mask=added), wanted)
-    # A copy knows nothing of what was made of the other.
+    # A copy starts without the values that were derived from the original.
     assert vars(added)["_recalkv"] and not vars(copy.deepcopy(added))["_recalkv"]
     with pytest.raises(UnsupportedModelError, match="adds to the scores of tokens that it does not hide"):
         one_pass(model, ids, attention_mask=added + 0.5 * seen)
@@ -388,7 +388,7 @@ def test_masks_of_single_heads() -> None:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma2-softcap", "mistral-sliding"])
 def test_layers_without_a_code_attend_densely(family: str) -> None:
-    """Also to the first slots of a static cache, of which a prompt fills a part."""
+    """Layers without a code attend densely, also to the first slots of a static cache that a prompt fills in part."""
     whole = codec_of(family)
     part = dataclasses.replace(whole, layers={index: own for index, own in whole.layers.items() if index})
     model, ids = use_codec(dense(family), part), token_ids()
@@ -412,16 +412,16 @@ def test_a_codec_that_is_refused_leaves_the_one_that_is_used() -> None:
     [*itertools.product(["llama-gqa"], [40, 1], [False, True]), ("mistral-sliding", 41, False)],
 )
 def test_masks_of_another_width_are_refused(family: str, width: int, static: bool) -> None:
-    """As SDPA refuses them; loops would read memory beside the mask. A sliding layer attends to fewer slots.
+    """A mask of the wrong width is refused, as in SDPA, and the cache stays as it was.
 
-    Those of a static cache may be too wide alone.
+    Loops would read memory beyond it; a sliding layer attends to fewer slots, and masks of static caches may be wider.
     """
     model, ids = coded_model(family), token_ids()
     cache = StaticCache(config=model.config, max_cache_len=64) if static else None
     _, cache = in_chunks(model, ids, [40], cache)
     with pytest.raises(ParameterError, match=f"the mask covers {width} slots and must cover {41 if static else ''}"):
         model(ids[:, 40:41], attention_mask=torch.ones(6, 1, 1, width, dtype=torch.bool), past_key_values=cache)
-    # The cache is as it was.
+    # The cache is unchanged.
     with torch.no_grad():
         assert_agree(model(ids[:, 40:41], past_key_values=cache).logits, one_pass(model, ids[:, :41])[:, 40:])
 
@@ -433,20 +433,20 @@ def test_a_cache_that_a_pass_left_halfway_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="lets tokens attend to later ones"):
         model(ids[:, 20:24], attention_mask=masks, past_key_values=cache)
     raises(ParameterError, "hold 20 and 24 tokens, since a pass ended", model, ids[:, 20:21], past_key_values=cache)
-    # And what other attention functions were handed.
+    # So is a pass whose states went to another attention function.
     model = coded_model()
     model.set_attn_implementation("sdpa")
-    raises(UnsupportedModelError, "not to recalkv's attention function", in_chunks, model, ids, [20, 21])
+    raises(UnsupportedModelError, "but not recalkv's attention function", in_chunks, model, ids, [20, 21])
 
 
 def test_padding_may_be_on_the_right() -> None:
-    """With the positions that a count of tokens gives, in which padding repeats the last."""
+    """Right padding leaves logits unchanged; its positions repeat the last one, as in a cumulative sum."""
     model, ids = coded_model("qwen2-bias"), token_ids()
     real = torch.ones_like(ids)
     real[:, 40:] = 0
     found = one_pass(model, ids, attention_mask=real, position_ids=real.cumsum(1) - 1)
     assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
-    # Or by a mask of four dimensions, in which padding sees itself as well.
+    # Or with a 4-D mask in which padding also sees itself.
     seen = causal_mask(ids, 0) & (real.bool()[:, None, None] | torch.eye(60, dtype=torch.bool))
     found = one_pass(model, ids, attention_mask=seen, position_ids=(real.cumsum(1) - 1) * real)
     assert_agree(found[:, :40], one_pass(model, ids[:, :40]))
@@ -471,13 +471,13 @@ def test_a_compiled_model_takes_a_codec() -> None:
 def test_float16_where_gradients_are_on() -> None:
     model, ids = dense("qwen2-bias").half(), token_ids()
     for layer in model.model.layers:
-        torch.nn.init.constant_(layer.self_attn.q_proj.bias, 30.0)  # their sum overflows
+        torch.nn.init.constant_(layer.self_attn.q_proj.bias, 30.0)  # the sum of all queries overflows
     use_codec(model, codec_of("qwen2-bias"), check=False)
     assert bool(model(ids, use_cache=False).logits.isfinite().all())
 
 
 def test_a_module_that_caches_nothing_is_attended_to_densely() -> None:
-    """As a tower that reads images, every patch of which sees all."""
+    """A module without a cache, such as a vision tower whose patches all see each other, attends densely."""
     attend = AttentionInterface._global_mapping["recalkv_codec"]
     states = torch.randn(3, 2, 4, 9, 16, generator=torch.Generator().manual_seed(0))
     tower = nn.Module()
@@ -492,13 +492,13 @@ def test_a_module_that_caches_nothing_is_attended_to_densely() -> None:
 def test_scores_keep_their_differences_where_keys_have_much_in_common(
     dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those with biases: products in 16 bits would be rounded by more than tells them apart, or overflow."""
+    """Outputs are right for keys with a common bias; 16-bit scores would round their differences off or overflow."""
     monkeypatch.setattr(prefill, "_SLOTS", 7)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 20, 16, generator=generator) for heads in (6, 3, 3))
     query, key = (states + 300 * torch.eye(16)[3] for states in (query, key))
     query, key, value = (states.to(dtype) for states in (query, key, value))
-    # A cap that changes nothing keeps torch's own attention out.
+    # A soft cap that changes nothing rules out PyTorch's fused attention.
     found, lse = prefill.partial_attention(query, key, value, 0.25, causal=causal, softcap=1e9)
     q, k, v = query.double(), *(each.double().repeat_interleave(2, 1) for each in (key, value))
     scores = q @ k.mT / 4
@@ -510,7 +510,7 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
 
 
 def test_a_model_of_other_rope_is_refused() -> None:
-    """Which the weights do not tell: an option of the config, as for longer contexts."""
+    """Other RoPE parameters in the config, as for longer contexts, are refused: the weights do not show them."""
     codec = dataclasses.replace(codec_of(), record={"rope": rope_facts(dense().config)})
     use_codec(dense(), codec)
     changed = dense(rope_parameters=tiny.YARN)
@@ -539,12 +539,12 @@ def test_packed_sequences_are_refused() -> None:
     message, mask = "pass packed sequences one by one", causal_mask(ids, 30)
     for cached in (False, True):
         raises(ParameterError, message, read, use_cache=cached)
-        # As SDPA is told of them.
+        # Given as a mask, as for SDPA.
         raises(ParameterError, message, read, attention_mask=mask, use_cache=cached)
     wide = nn.functional.pad(mask, (0, 20))
     for each in (wide, torch.ones(1, 80).long(), {"full_attention": mask, "sliding_attention": mask}):
         raises(ParameterError, message, read, attention_mask=each, past_key_values=room)
-    # A mask of all slots that there are to be, and padding.
+    # A mask over all slots of the cache, future ones included, with padding.
     ids[0, :9], told = 0, torch.ones(1, 80).long()
     told[0, :9], place = 0, (torch.arange(60) - 9).clamp_min(0)[None]
     found = model(ids, attention_mask=told, position_ids=place, past_key_values=room).logits[:, 9:]

@@ -1,4 +1,4 @@
-"""Decoding from rows by the kernel and in plain torch, against loops in float64; on a GPU the tests run compiled."""
+"""Decoding from rows with the kernels and in PyTorch, against float64 loops; on a GPU the kernels are compiled."""
 
 import itertools
 import math
@@ -30,26 +30,26 @@ from recalkv.trellis.triton_pack import pack_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = (10, 1, 2), (4, 2, 1), (2, 4, 2), (1, 1, 1)
-"""Sets of warps of a block, warps of a set, and blocks of a multiprocessor, in CUDA C++."""
+"""Sets of warps per block, warps per set, and blocks per multiprocessor, in CUDA C++."""
 WAYS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "kernel": (coded_attention, {}, 2e-3),
     "torch": (coded_attention_torch, {}, 1e-5),
 }
 if DEVICE.type == "cuda":
-    # Levels in float16, as well as products.
+    # Levels are float16, as well as products.
     WAYS |= {f"CUDA C++, {shape}": (cuda.coded_attention, {"shape": shape}, 4e-3) for shape in SHAPES}
-"""What attends, its options, and its largest error relative to the largest output."""
+"""Attention functions, their options, and their maximum errors relative to the largest output."""
 
 CONTIGUOUS = ("one group", "soft-capped", "many blocks of a run")
-"""Cases that the interpreted kernel also takes without a block table."""
+"""Cases that the interpreted kernel also runs without a block table."""
 
 SCALE = 0.2
-"""Of scores."""
+"""Scale of the scores."""
 
 
 @dataclass
 class Case:
-    """A layer's attention: segments (width, bits) of each group's keys and values, and where sequences are."""
+    """Attention of a layer: segments (width, bits) of each group's keys and values, and the slots of each sequence."""
 
     keys: tuple[tuple[tuple[int, int], ...], ...]
     values: tuple[tuple[tuple[int, int], ...], ...]
@@ -88,7 +88,7 @@ CASES = {
 
 
 class Problem:
-    """Random tensors of a case, what decoding is given, and the same attention over keys and values in float64."""
+    """Random tensors of a case, the arguments for decoding, and the same attention over keys and values in float64."""
 
     def __init__(self, case: Case, page: int = 0, seed: int = 0) -> None:
         self.case = case
@@ -101,7 +101,7 @@ class Problem:
             return Code(torch.linalg.qr(normal(size, size))[0] * 0.7, tuple(Segment(*each) for each in own))
 
         groups, batch, half = len(case.keys), len(case.length), case.key_dim // 2
-        # Interleaved pairs, the last of which does not turn.
+        # Interleaved pairs, the last of which is not rotated.
         frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         frequencies[-1] = 0
         self.layer = LayerCodec(
@@ -120,7 +120,7 @@ class Problem:
             torch.tensor(each[:batch], dtype=torch.int32, device=DEVICE)
             for each in (case.first, case.length, case.offset)
         )
-        # Where nobody attends there may be anything.
+        # Slots that no query attends to may hold anything.
         slot = torch.arange(slots)
         unused = (slot < torch.tensor(case.first[:batch])[:, None]) | (slot >= torch.tensor(case.length)[:, None])
         rows[unused] = 255
@@ -129,7 +129,7 @@ class Problem:
             self._paged(page, generator)
 
     def _attention(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (batch, KV heads, per head, d_v) and logarithms of sums, by loops."""
+        """Return outputs (batch, KV heads, per head, d_v) and log-sum-exps, computed by loops."""
         case, layer, byte, states = self.case, self.layer, 0, ([], [])  # type: ignore[var-annotated]
         for group in range(layer.groups):
             for own, code in zip(states, (layer.keys[group], layer.values[group]), strict=True):
@@ -154,7 +154,7 @@ class Problem:
         return out, lse
 
     def _paged(self, page: int, generator: torch.Generator) -> None:
-        """The same rows in blocks of so many tiles in any order, and a table whose unused entries lead nowhere."""
+        """Move rows to blocks of ``page`` tiles in random order; unused block table entries are out of range."""
         batch, tiles = self.rows.shape[:2]
         blocks = -(-tiles // page)
         whole = torch.nn.functional.pad(self.rows, (0, 0, 0, 0, 0, blocks * page - tiles), value=255)
@@ -167,7 +167,7 @@ class Problem:
         self.rows, self.table = pool, table.to(DEVICE)
 
     def given(self) -> dict[str, Any]:
-        """Arguments of the functions."""
+        """Return the arguments of the attention functions."""
         case, layer = self.case, self.layer
         query = self.query.unflatten(1, (layer.groups, case.heads)) * SCALE
         layout = DeviceLayout.of(layer, DEVICE)
@@ -186,7 +186,7 @@ class Problem:
         }  # fmt: skip
 
     def errors(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """Of outputs and of logarithms, relative to the largest of each; exact zeros where nothing is attended to."""
+        """Return errors of outputs and log-sum-exps, relative to the largest; assert zeros for empty sequences."""
         out, parts = out.cpu().double(), []
         for group, code in enumerate(self.layer.values):
             assert not out[:, group, :, code.width :].any()
@@ -223,7 +223,7 @@ def test_attention_is_that_over_keys_and_values(way: str, page: int, name: str) 
 
 
 def test_queries_may_be_large_and_small() -> None:
-    """Products in 16 bits neither run over nor vanish."""
+    """Outputs are finite and log-sum-exps right for large and small queries, whose products are in 16 bits."""
     given = Problem(CASES["one group"]).given()
     for factor in (1e-6, 1e6):
         scaled = given | {"queries": given["queries"] * factor, "mean_queries": given["mean_queries"] * factor}
@@ -233,7 +233,7 @@ def test_queries_may_be_large_and_small() -> None:
 
 
 def test_caches_may_be_views() -> None:
-    """Some layers' rows in one buffer, as vLLM has blocks."""
+    """Rows in a view of a larger buffer, as one layer's blocks are in vLLM, give the same output."""
     given = Problem(CASES["one group"], page=2).given()
     pool = given["rows"]
     wide = torch.full((len(pool), 3, *pool.shape[1:]), 255, dtype=torch.uint8, device=DEVICE)
@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_graphs_hold_for_any_length() -> None:
-    """Captured once, replayed for other lengths."""
+    """A graph that was captured once gives the right output for other lengths."""
     given = Problem(CASES["one group"]).given()
     coded_attention(**given)
     graph = torch.cuda.CUDAGraph()
@@ -316,7 +316,7 @@ def test_graphs_hold_for_any_length() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_rows_are_packed_as_plain_torch_does(tokens: int) -> None:
-    """All numbers of bits, one and several bytes of a plane, outliers and zeros."""
+    """Rows match PyTorch's for all numbers of bits, planes of one and several bytes, outliers and zeros."""
     segments = (*(Segment(8, bits) for bits in BITS), Segment(24, 3), Segment(40, 8), Segment(16, 6))
     width, generator = sum(segment.width for segment in segments), torch.Generator().manual_seed(tokens)
     numbers = torch.randn(tokens, width, generator=generator) * 2 ** torch.linspace(-3, 3, width)
@@ -327,7 +327,7 @@ def test_rows_are_packed_as_plain_torch_does(tokens: int) -> None:
     if DEVICE.type == "cpu":
         assert torch.equal(found, expected)
         return
-    # Of a GPU's logarithms and powers, a scale may be another that is as good.
+    # With a GPU's logarithms and powers, another scale may be chosen that is just as good.
     lost, least = ((unpack(each, segments) - numbers).square().sum() for each in (found, expected))
     assert float((found == expected).float().mean()) > 0.98 and float(lost) < 1.001 * float(least)
 
@@ -343,7 +343,7 @@ def test_rows_are_packed_as_plain_torch_does(tokens: int) -> None:
     ],
 )
 def test_products_around_attention(batch: int, per_head: int, dim: int, width: int, dtype: torch.dtype) -> None:
-    """Of queries with strides, in two groups of two KV heads, of widths that blocks divide and others."""
+    """Products around attention match PyTorch for strided queries, two groups, and widths that blocks divide or not."""
     groups, heads, kv_heads = 2, 2, 4
     query = torch.randn(batch, 5, kv_heads * per_head, dim, dtype=dtype, device=DEVICE)[:, 3]
     back, mean = torch.randn(kv_heads, dim, width, device=DEVICE), torch.randn(kv_heads, dim, device=DEVICE)

@@ -1,4 +1,4 @@
-"""A compressed model beside the dense one: figures, page, advice, and the commands that show them."""
+"""A compressed model compared with the dense model: figures, page, advice, and the commands that show them."""
 
 import importlib.util
 import itertools
@@ -64,7 +64,7 @@ def measured(compressed: Path, tiny_folder: Path) -> tuple[dict[str, Any], Laten
 def test_figures_are_those_of_the_models(
     measured: tuple[dict[str, Any], LatentSpec], compressed: Path, tiny_folder: Path
 ) -> None:
-    """Of a plain forward pass, which decoding through the cache must agree with."""
+    """The figures equal those of a plain forward pass, although they are measured by decoding through the cache."""
     found, spec = measured
     assert json.loads(json.dumps(found)) == found
     ids = windows(4, 32, 5)
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_models(
     same = (theirs.argmax(-1) == own.argmax(-1)).double().mean()
     assert text["top1_agreement"] == pytest.approx(float(same), abs=0.02) and found["decoded_tokens_per_window"] == 12
     assert set(found["further_texts"]) == {"two"}
-    # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and what the rows of the checkpoint take.
+    # 3 layers, 3 heads of 8 dimensions, keys and values, 4 bytes; and the bytes of the checkpoint's rows.
     assert found["cache"]["dense_bytes_per_token"] == 576
     assert found["cache"]["compressed_bytes_per_token"] == spec.cached_bytes_per_token() <= 0.2 * 288
     # The newest 32 tokens, in float32.
@@ -105,7 +105,7 @@ def test_hidden_numbers_have_errors_over_prompts() -> None:
     scores = torch.zeros(3, 1, 2, 2)
     scores[0, 0] = torch.tensor([[1.0, 0.5], [0.5, 0.0]])
     found = comparison._digits(scores, NeedleParams(lengths=[100], depths=[0.0, 1.0], trials=2))
-    # Prompts have 0.75 and 0.25.
+    # The two prompts score 0.75 and 0.25.
     assert found["found"] == 0.5 and found["standard_error"] == pytest.approx(0.25)
     assert found["lengths"]["100"]["depths"] == {"0": 0.75, "1": 0.25}
 
@@ -135,7 +135,7 @@ def test_what_is_poor_is_said_with_what_to_change(
     assert told(spec, GOOD) == told(spec, GOOD, (0.9, 0.85)) == ""
     lines = told(spec, GOOD | text, found)
     assert said in lines
-    # It was calibrated on 6 x 32 tokens, in mixed bits, at 0.8.
+    # The model was calibrated on 6 x 32 tokens, with mixed bits, at ratio 0.8.
     assert "more than 192 tokens" in lines and "`--ratio` below 0.8" in lines and "--text" in lines
     assert "mixed" not in lines and ("longer windows" in lines) == (found[1] == 0.7)
 
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     less = possible(QUICK, 400, 10_000)
     assert less.needle is None and less.contexts == () and possible(QUICK, 8192, 10_000) == QUICK
     assert possible(QUICK, 8192, 500).needle is None
-    # Windows within the model's positions, of which the same part is decoded.
+    # Windows fit the model's positions, and the same fraction of them is decoded.
     shorter = possible(QUICK, 128).evaluation
     assert (shorter.window, shorter.prefill) == (128, 112)
 
@@ -161,7 +161,7 @@ def test_16_bit_checkpoints_are_measured_in_float32_where_that_fits(
     tiny_folder: Path, tiny_tokenizer: Any, tiny_texts: tuple[Path, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Rounding of products to bfloat16 differs by more than a 4-bit cache does."""
+    """A 16-bit model is measured in float32 if that fits: bfloat16 products differ by more than a 4-bit cache does."""
     folder = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -192,13 +192,13 @@ def test_eval_writes_a_page_and_its_figures(
     assert (tmp_path / "page.md").read_text() in output and found["text"] == tiny_texts[1].name
     assert not (compressed / FIGURES).exists()
 
-    # In the checkpoint's own folder by default, where the card takes them up.
+    # Written to the checkpoint's folder by default, where the model card includes it.
     done(*command)
     card = (compressed / CARD).read_text()
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "top-1 agreement" in card
 
-    # Another model's folder keeps its card.
+    # The model card of another model's folder is kept.
     shutil.copy(tiny_folder / "config.json", tmp_path)
     (tmp_path / CARD).write_text("of another")
     done(*command, "--out", tmp_path / FIGURES.replace("json", "md"))
@@ -247,7 +247,7 @@ def test_eval_says_what_to_do_without_the_recorded_model(compressed: Path, tmp_p
 
 
 def test_commands_want_what_they_need(compressed: Path, tiny_folder: Path) -> None:
-    """A compressed model, a prompt, and a chat template."""
+    """The commands ask for what is missing: a compressed model, a prompt, or a chat template."""
     assert "is a dense model; name a checkpoint" in refused("eval", tiny_folder, "--device", "cpu")
     assert "the prompt '' has no tokens" in refused("generate", compressed, "", "--device", "cpu")
     assert "has no chat template" in refused("chat", compressed, "--device", "cpu")
@@ -284,7 +284,7 @@ def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:
     raises(ModelUnavailableError, "no/such", checkpoint_folder, "no/such", tmp_path)
 
 
-# The one call --------------------------------------------------------------------------------------------
+# The one-call interface ----------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"samples": 4, "length": 32, "precision": "float32", "device": "cpu"}
 
@@ -330,7 +330,7 @@ def test_streams_are_read_for_their_first_documents() -> None:
 
 
 def test_bytes_of_latents_in_16_bits_are_those_of_the_models_type(tiny_folder: Path, tiny_tokenizer: Any) -> None:
-    """The tiny model is float32: latents that are not quantized take four bytes an element."""
+    """A target in bytes is met in the model's dtype: in float32, unquantized latents take four bytes per element."""
     dense, texts = AutoModelForCausalLM.from_pretrained(tiny_folder), ["the cache holds what was read " * 80]
     for method, most in (("recalkv", 400), ("loss-aware", 140)):
         target = Target(bytes_per_token=most)
@@ -346,7 +346,7 @@ def test_windows_longer_than_the_positions_are_refused(loaded: bool, tiny_folder
 
 
 def test_a_given_tokenizer_is_used_and_saved(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The folder's own is not there."""
+    """A given tokenizer is used and saved if the model's folder has none."""
     bare, out, dense = tmp_path / "bare", tmp_path / "out", AutoModelForCausalLM.from_pretrained(tiny_folder)
     dense.save_pretrained(bare)
     texts = ["the cache holds what the model has read " * 40]
@@ -419,13 +419,13 @@ def test_a_loaded_model_without_a_name_needs_its_tokenizer(dense: Any) -> None:
     raises(ParameterError, "no tokenizer is given", recalkv.compress, dense, dataset=["a"])
 
 
-# Other people's programs, by the one line that docs/use.md has for each ----------------------------------
+# Third-party programs, each with the one line that docs/use.md gives for it ------------------------------
 
 
 def test_transformers_serve_finds_the_class(fresh_python: Path, compressed: Path, tmp_path: Path) -> None:
-    """Under our command's name, in a caller's own package `stages`, with the auto classes imported before the library.
+    """The server loads our class in a program named `recalkv`, in a caller's package `stages`.
 
-    transformers' imports run its package a second time.
+    The auto classes are imported before the library, and transformers' imports run its package a second time.
     """
     lines = [
         "import sys; sys.argv[0] = '/usr/bin/recalkv'",

@@ -1,4 +1,4 @@
-"""The one call's steps as a whole: on layers, with and without statistics, and the model that is put together."""
+"""The steps of the one call together: on layers, with and without statistics, and the assembled model."""
 
 import errno
 from pathlib import Path
@@ -25,7 +25,7 @@ def layers_of(model: Any, ids: Tensor, statistics: Statistics | None = None, **c
 
 
 def tensors(result: CompressedLayers) -> list[Tensor]:
-    """All factors, output projections and means."""
+    """Return all factors, output projections and means."""
     sides = [side for refit in result.refits for side in (refit.keys, refit.values)]
     factors = [part for side in sides for part in (*side.down, *side.up)]
     outputs = [refit.output for refit in result.refits]
@@ -39,7 +39,7 @@ def assert_same(first: CompressedLayers, second: CompressedLayers) -> None:
 
 
 def output_errors(model: Any, result: CompressedLayers, ids: Tensor) -> float:
-    """Sum of the relative output errors of all keys and values on the dense model's inputs."""
+    """Return the sum of the relative output errors of all keys and values on the dense model's inputs."""
     total, twin = 0.0, reconstructed_twin(model, result)
     for index in range(len(result.refits)):
         inputs = inputs_of(model, ids, index)
@@ -78,7 +78,7 @@ def test_two_runs_agree_bit_for_bit(precision: str, changes: dict[str, Any]) -> 
     "changes", [{}, {"method": "recalkv"}, {"method": "palu", "allocation": "uniform"}, {"bits": "mixed"}]
 )
 def test_given_statistics_give_the_same_as_collected_ones(changes: dict[str, Any]) -> None:
-    """Also statistics that know more than the method asks for."""
+    """Given statistics, even if they hold more than the method needs, lead to the same result as collected ones."""
     model, ids = dense_model("llama-gqa"), windows()
     given = layers_of(model, ids, statistics_of("llama-gqa", 8, 48), **changes)
     assert_same(layers_of(model, ids, **changes), given)
@@ -99,7 +99,7 @@ def test_given_statistics_are_not_collected_again(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_a_budget_that_nothing_meets_is_refused_early(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the allocation refuses it after them."""
+    """A budget that cannot be met is refused before statistics are collected, with the allocation's message."""
     known = statistics_of("llama-gqa", 4, 24)
     with monkeypatch.context() as patch:
         patch.setattr("recalkv.compression.check_budget", lambda *_: None)

@@ -1,7 +1,7 @@
-"""Model kinds x ways to generate, by pairwise covering arrays: tokens and logits are those of the dense twin.
+"""Model kinds x ways to generate, by pairwise covering arrays: tokens and logits equal those of the dense twin.
 
-A kind is what is in the checkpoint; its twin is the dense model with the reconstructed weights. Quantized latents have
-no twin: there the reference is the same model without a cache, and without the rounding it is the twin again.
+A kind is the content of a checkpoint; its twin is the dense model with the reconstructed weights. Quantized latents
+have no twin: their reference is the same model without a cache, and the twin if rounding is disabled.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tests.tiny import FAMILIES, FURTHER_FAMILIES, windows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 METHODS: dict[str, dict[str, Any]] = {
     "joint": {"method": "loss-aware"}, "separate": {"method": "loss-aware", "joint": False},
@@ -47,7 +47,7 @@ RATIOS = {16: 0.5, 4: 0.65, 3: 0.65, "mixed": 0.8}
 
 @dataclass(frozen=True)
 class Kind:
-    """A checkpoint, and which of its value paths short queries take."""
+    """Content of a checkpoint, and the value path that short queries take."""
 
     family: str
     latents: str
@@ -59,7 +59,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to generate, or to feed tokens in pieces, or to kernels."""
+    """Way to generate tokens, to feed them in pieces, or to pass queries to the kernels."""
 
     way: str
     prompt: int
@@ -68,13 +68,13 @@ class Way:
 
 
 ALIKE = ("llama-linear-rope", "llama3-rope", "llama-bias", "mistral-full")
-"""Differ from others in frequencies, biases or a window that is off: tried as the further families are."""
+"""Families that differ from others only in frequencies, biases or a disabled window; tried as further families."""
 
 KINDS: dict[str, list[Any]] = {
     "family": [family for family in FAMILIES if family not in ALIKE],
     "latents": list(METHODS),
     "group": [1, 2, "all"],
-    # All equal bits are served alike; rows of each width have tests of their own.
+    # All equal bits are served alike; other tests cover rows of each width.
     "bits": [16, 4, 3, "mixed"],
     "values": ["fused", "absorbed", "reconstructed"],
     "window": [0, 5],
@@ -83,7 +83,7 @@ TOKENS = ["greedy", "beams", "padded", "turns", "lookup", "assisted", "chunks7"]
 LOGITS = ["one-pass", "singly", "pieces", "crop", "half-precision"]
 WAYS: dict[str, list[Any]] = {
     "way": TOKENS + LOGITS,
-    # Around the window of the sliding families, 16, and beyond the limit of explicit scores, 64.
+    # Around the window of the sliding families, 16, and above the limit of explicit scores, 64.
     "prompt": [4, 15, 16, 40, 90],
     "cache": ["dynamic", "whole", "static"],
     "attention": ["sdpa", "eager", "maskless", "mask-object"],
@@ -92,43 +92,43 @@ WAYS: dict[str, list[Any]] = {
 
 def legal_kind(kind: Kind) -> bool:
     if kind.window and kind.bits == 16:
-        return False  # latents are exact without one
-    # Only water-filling gives directions bits of their own.
+        return False  # 16-bit latents are exact without a window
+    # Only water-filling allocates bits per direction.
     return kind.bits != "mixed" or METHODS[kind.latents]["method"] == "loss-aware"
 
 
 def legal_way(way: Way) -> bool:
     if way.cache == "static" and way.way in ("lookup", "assisted", "crop"):
-        return False  # transformers crops no static cache
+        return False  # transformers cannot crop a static cache
     if way.attention in ("maskless", "mask-object") and (way.cache == "static" or way.way == "padded"):
-        return False  # neither empty slots nor padding are known without a mask that can be read
+        return False  # empty slots and padding are unknown without a readable mask
     return way.way != "one-pass" or way.cache == "dynamic"
 
 
 def cases(kinds: list[Kind], ways: list[Any]) -> list[Any]:
-    """Of kinds and ways that cover the pairs of their own factors, what covers those of a kind and a way, by kind."""
+    """Return (kind, way) cases that cover all pairs of a factor of a kind and a factor of a way, sorted by kind."""
     order = {kind: place for place, kind in enumerate(kinds)}
     return sorted(cover(itertools.product(kinds, ways)), key=lambda case: order[case[0]])
 
 
 def name(*parts: Any) -> str:
-    """Readable id of settings."""
+    """Return a readable id of settings."""
     names = {"group": "groups-of-{}", "bits": "{}-bits", "prompt": "prompt-{}", "window": "window-{}"}
     entries = [entry for part in parts for entry in (vars(part) if hasattr(part, "__dict__") else {"": part}).items()]
     return "_".join(names.get(key, "{}").format(value) for key, value in entries)
 
 
 def named(rows: list[Any], marks: Sequence[Any] = ()) -> list[Any]:
-    """Cases, those of a kind in one process, which compresses it once."""
+    """Return test parameters; the cases of a kind run in one process, which compresses it once."""
     return [pytest.param(*row, id=name(*row), marks=[*marks, pytest.mark.xdist_group(name(row[0]))]) for row in rows]
 
 
 LIKE_OTHERS = ("arcee", "apertus", "gemma", "ernie4.5-moe", "qwen3.5-hybrid", "qwen3.5-moe-hybrid")
-"""Families whose attention is that of others which are tried."""
+"""Families whose attention is the same as in other families that are tried."""
 
 
 def further_cases() -> Iterator[tuple[Kind, Way]]:
-    """Families that differ from those above in few things, which do not depend on each other."""
+    """Yield cases of families that differ from the families above in a few independent points."""
     for family, (model_type, _) in (FURTHER_FAMILIES | {each: FAMILIES[each] for each in ALIKE}).items():
         attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._supports_sdpa else "eager"
         described = DESCRIPTIONS[model_type]
@@ -137,7 +137,7 @@ def further_cases() -> Iterator[tuple[Kind, Way]]:
         if described.gated:
             yield dataclasses.replace(packed, window=5), Way("greedy", 40, "dynamic", "eager")
         yield (packed if family in LIKE_OTHERS else plain), Way("greedy", 40, "static", attention)
-        # Which frequencies a sequence has depends on the longest beside it, and on how it came.
+        # LongRoPE frequencies depend on the longest sequence of the batch and on how its tokens were fed.
         if "longrope" not in family:
             yield packed, Way("padded", 40, "dynamic", attention)
             yield packed, Way("pieces", 16, "dynamic", attention)
@@ -163,13 +163,13 @@ def group_size(kind: Kind) -> int:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that prompts with windows of exact latents are read in several."""
+    """Use small blocks of queries, so that prompts with windows of exact latents take several blocks."""
     monkeypatch.setattr(residual_window, "_QUERIES", 24)
 
 
 @functools.cache
 def models(kind: Kind, layers: int = 2) -> tuple[Any, Any]:
-    """(compressed, dense twin) of few layers, float32; whatever its ranks, R_v is stored as the kind says."""
+    """Return a float32 (compressed, dense twin) of few layers; the kind decides how R_v is stored, not the ranks."""
     method = METHODS[kind.latents] | {"bits": kind.bits, "ratio": RATIOS[kind.bits], "group_size": group_size(kind)}
     method |= {"exact_window": kind.window}
     _, compressed, twin = tiny.compressed_pair(kind.family, kind.values, layers=layers, **method)
@@ -178,10 +178,10 @@ def models(kind: Kind, layers: int = 2) -> tuple[Any, Any]:
 
 @functools.cache
 def in_type(kind: Kind, dtype: torch.dtype, layers: int = 2) -> tuple[Any, Any]:
-    """(compressed, reference) of a kind in this type."""
+    """Return the (compressed, reference) models of a kind in the given dtype."""
     compressed, twin = (endless(copy.deepcopy(model).to(dtype)) for model in models(kind, layers))
     for model in (compressed, twin):
-        # Grouped products of experts know no float64.
+        # The grouped matmuls of experts do not support float64.
         model.set_experts_implementation("eager")
     if kind.bits == 16:
         return compressed, twin
@@ -189,21 +189,21 @@ def in_type(kind: Kind, dtype: torch.dtype, layers: int = 2) -> tuple[Any, Any]:
 
 
 def exact(kind: Kind) -> tuple[Any, Any]:
-    """(compressed, reference) that agree on every token.
+    """Return (compressed, reference) models that agree on every token.
 
-    A code at the edge of its step, and with it a token, turns on the last bits of a sum: not so in float64.
+    In float32 the last bits of a sum may decide a code at the edge of its step, and so a token; not so in float64.
     """
     return in_type(kind, torch.float32 if kind.bits == 16 else torch.float64)
 
 
 def endless(model: Any) -> Any:
-    """The same model, which no end-of-sequence token stops."""
+    """Return the same model, whose generation no end-of-sequence token stops."""
     model.generation_config.eos_token_id = None
     return model
 
 
 class Uncached:
-    """A model that reads everything again for every token."""
+    """Model that reads the whole sequence again for every token."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -219,7 +219,7 @@ def opaque_kernel(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
     *, scaling: float, sliding_window: int | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Like the flash and flex kernels: causality and window come from arguments, not from a mask tensor."""
+    """Attend like flash and flex kernels: causality and window come from arguments, not from a mask tensor."""
     queries, slots = query.shape[2], key.shape[2]
     distance = torch.arange(queries)[:, None] + slots - queries - torch.arange(slots)
     allowed, repeats = (distance >= 0) & (distance < (sliding_window or slots)), query.shape[1] // key.shape[1]
@@ -235,7 +235,7 @@ for own_name, made in (("maskless", None), ("mask-object", SimpleNamespace())):
 
 @contextlib.contextmanager
 def attending(model: Any, implementation: str) -> Iterator[Any]:
-    """The model, which attends by an implementation of transformers."""
+    """Switch a model temporarily to another attention implementation of transformers."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -247,7 +247,7 @@ def attending(model: Any, implementation: str) -> Iterator[Any]:
 @pytest.mark.parametrize("kind", named([(kind,) for kind in CHOSEN_KINDS]))
 @torch.no_grad()
 def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the rounding of codes: natural basis, rotation and mean cancel, and biases are where they belong."""
+    """The spec is as requested; without rounding, logits are the twin's: bases, rotations and means cancel."""
     compressed, twin = models(kind)
     spec, groups = LatentSpec.from_config(compressed.config), -(-kv_heads(kind) // group_size(kind))
     for layer, attention in zip(spec.layers, tiny.attending_layers(compressed), strict=True):
@@ -269,7 +269,7 @@ def test_a_checkpoint_is_what_was_asked_for_and_its_twin(kind: Kind, monkeypatch
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 NEW_TOKENS = 16
-# Of the outcome, and of how it is reached.
+# Options that change the output, and options that only change how it is computed.
 CHOICES: dict[str, dict[str, Any]] = {"beams": {"num_beams": 3, "num_return_sequences": 2}}
 SPEED: dict[str, dict[str, Any]] = {"lookup": {"prompt_lookup_num_tokens": 4}, "chunks7": {"prefill_chunk_size": 7}}
 
@@ -282,13 +282,13 @@ def generate(model: Any, ids: Tensor, tokens: int = NEW_TOKENS, **options: Any) 
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Without pytest's comparison of long lists, which can take minutes."""
+    """Assert equality without pytest's comparison of long lists, which can take minutes."""
     where = (actual != expected).nonzero()
     assert not len(where), f"{len(where)} tokens differ, the first at {where[0].tolist()}"
 
 
 def assert_likeliest(reference: Any, ids: Tensor, start: int) -> None:
-    """Each token of a part is the reference's likeliest: what it would generate itself, in one pass."""
+    """Assert that each token from ``start`` on is the reference's most likely one: its greedy output, in one pass."""
     with torch.no_grad():
         logits = reference(ids).logits
     assert_same(ids[:, start:], logits[:, start - 1 : -1].argmax(-1))
@@ -297,7 +297,7 @@ def assert_likeliest(reference: Any, ids: Tensor, start: int) -> None:
 def new_cache(model: Any, cache: str, slots: int = 0) -> Any:
     if cache == "static":
         return StaticCache(model.config, max_cache_len=slots)
-    # Made without the config, it keeps all slots of sliding layers, too.
+    # Created without the config, the cache keeps all slots of sliding layers, too.
     return DynamicCache() if cache == "whole" else DynamicCache(config=model.config)
 
 
@@ -310,11 +310,11 @@ def cache_options(model: Any, way: Way, slots: int) -> dict[str, Any]:
 
 
 def turns(model: Any, way: Way, **options: Any) -> Tensor:
-    """A prompt, a turn of one token and one of several, each answered."""
+    """Generate answers to a prompt, to a turn of one token and to a turn of several tokens."""
     ids = torch.zeros(2, 0, dtype=torch.int64)
     for seed, length in enumerate((way.prompt, 1, 9)):
         ids = torch.cat([ids, windows(2, length, seed)], dim=1)
-        # Without a mask, generate would take a generated token 0 for padding.
+        # Without a mask, generate would treat a generated token 0 as padding.
         ids = generate(model, ids, NEW_TOKENS // 2, attention_mask=torch.ones_like(ids), **options)
     return ids
 
@@ -330,12 +330,12 @@ def test_tokens(kind: Kind, way: Way) -> None:
             start += length + NEW_TOKENS // 2
             assert_likeliest(reference, ids[:, :start], start - NEW_TOKENS // 2)
         return
-    if way.way in ("lookup", "assisted"):  # one sequence at a time; repeated, so that there is something to look up
+    if way.way in ("lookup", "assisted"):  # one sequence at a time; repeated, so that lookup finds matches
         ids = windows(1, -(-way.prompt // 2), seed=2).repeat(1, 2)[:, : way.prompt]
     else:
         ids = windows(2, way.prompt)
     options |= CHOICES.get(way.way, {}) | SPEED.get(way.way, {})
-    if way.way == "assisted":  # a new one each time, as generation changes its config
+    if way.way == "assisted":  # a new model each time, as generation changes its config
         options["assistant_model"] = endless(tiny.dense_model("llama-gqa", seed=7))
     if way.way == "padded":
         length, mask = -(-way.prompt // 3), torch.ones_like(ids)
@@ -358,7 +358,7 @@ def test_tokens(kind: Kind, way: Way) -> None:
 
 
 def feed(model: Any, ids: Tensor, lengths: list[int], cache: Any, mask: Tensor | None = None) -> Tensor:
-    """Logits of all tokens, fed through a cache in pieces of these lengths."""
+    """Return the logits of all tokens, fed through a cache in pieces of the given lengths."""
     assert sum(lengths) == ids.shape[1]
     device, seen, logits = model.device, 0, []
     for part in ids.to(device).split(lengths, dim=1):
@@ -369,13 +369,13 @@ def feed(model: Any, ids: Tensor, lengths: list[int], cache: Any, mask: Tensor |
 
 
 def assert_near(actual: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
-    """Root mean square of the difference, relative to that of what is expected."""
+    """Assert a bound on the root mean square of the difference, relative to that of the expected values."""
     assert actual.shape == expected.shape
     assert float((actual.double() - expected.double()).norm() / expected.double().norm()) < bound
 
 
 def assert_holds_latents_alone(cache: Any, model: Any) -> None:
-    """Every tensor of a layer, whatever its name, is what the checkpoint's specification counts for its slots."""
+    """Assert that all tensors of each layer take exactly the bytes that the spec counts for its slots."""
     element = torch.empty((), dtype=model.dtype).element_size()
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     for layer, spec in zip(layers, LatentSpec.from_config(model.config).layers, strict=True):
@@ -397,7 +397,7 @@ def test_logits(kind: Kind, way: Way) -> None:
     compressed, reference = in_type(kind, torch.bfloat16) if half else exact(kind)
     pieces = [way.prompt, 20, 1, 3, MAX_EXPLICIT_QUERIES + 2]
     lengths = {"one-pass": [way.prompt], "singly": [1] * way.prompt, "crop": [way.prompt, 1, 11]}.get(way.way, pieces)
-    # The last bit of a latent decides between codes, and so about those after: many of them are to be seen.
+    # In half precision the last bit of a latent may change a code and all later ones, so many sequences are compared.
     ids = windows(8 if half else 2, sum(lengths))
     expected, cache = reference(ids).logits, new_cache(compressed, way.cache, ids.shape[1] + 3)
     with attending(compressed, way.attention):
@@ -415,11 +415,11 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert actual.dtype == compressed.dtype
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
-    # States of layers that keep one are float32 sums, of which the dense twin in pieces has others than in one pass.
+    # Recurrent states are float32 sums, which in the dense twin also differ between pieces and one pass.
     assert_near(actual, expected, 0.1 if half else 1e-4 if "hybrid" in kind.family else 1e-5)
 
 
-# Rotary tables of some families are float32 in models of 16 bits.
+# RoPE tables of some families are float32 in 16-bit models.
 @pytest.mark.parametrize(
     ("family", "bits"),
     [
@@ -440,7 +440,7 @@ def test_families_in_bfloat16(family: str, bits: int | str) -> None:
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-sliding", "qwen2-mixed-sliding"])
 @torch.no_grad()
 def test_without_a_mask_around_the_window(family: str, values: str) -> None:
-    """One query or several, which see as many slots as the window of 16, fewer, or one more; sooner or later."""
+    """Without a mask, logits are right for queries that see fewer slots than the window of 16, as many, or one more."""
     compressed, reference = exact(Kind(family, "separate", 2, 16, values))
     ids = windows(2, 18)
     expected = reference(ids).logits
@@ -456,12 +456,12 @@ FEW = ["llama-mha", "mistral-sliding", "qwen2-bias", "qwen3-qk-norm"]
 KERNEL_KINDS = KINDS | {"bits": [16], "values": ["fused", "absorbed"], "window": [0]}
 KERNEL_WAYS = {
     "way": ["step", "several", "padded", "reordered", "crop"],
-    # Within one tile of slots, beyond a sliding window, and in two tiles.
+    # Within one tile of slots, beyond a sliding window, and across two tiles.
     "prompt": [9, 19, 66],
     "cache": ["dynamic", "whole", "static"],
     "attention": ["sdpa"],
 }
-"""How the kernels get their queries."""
+"""Ways in which the kernels receive their queries."""
 
 
 def legal_kernel_way(way: Way) -> bool:
@@ -478,7 +478,7 @@ KERNEL_CASES = named(kernel_cases(FEW)) + named(kernel_cases(OTHERS), marks=[pyt
 
 
 class Counting:
-    """A kernel that notes its launches."""
+    """Kernel wrapper that records its launches."""
 
     def __init__(self, kernel: Any, launches: list[Any]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -490,7 +490,7 @@ class Counting:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> list[Any]:
-    """One entry per layer and step that attends by kernels, of compiled models too."""
+    """Record one entry per layer and step that attends with kernels, in compiled models too."""
     pytest.importorskip("triton", reason="triton is not installed")
     from recalkv.kernels import attention
 
@@ -564,8 +564,8 @@ LLAMA, QWEN = ("llama-gqa", "joint", 2), ("qwen2-mixed-sliding", "joint", 2)
 )
 @torch.no_grad()
 def test_compiled(kind: Kind, launched: list[Any]) -> None:
-    """Whole graphs over a static cache, compiled once for all lengths."""
-    # Layers of one kind are one graph.
+    """Steps over a static cache compile to whole graphs, which serve all lengths and give the reference's logits."""
+    # Layers of the same kind share one graph.
     layers = 1 if "llama" in kind.family else 2
     compressed, reference = in_type(kind, torch.float32, layers)
     ids, by_kernels, model = windows(2, 22), kind.bits == 16, copy.deepcopy(compressed).to(DEVICE)
@@ -578,7 +578,7 @@ def test_compiled(kind: Kind, launched: list[Any]) -> None:
     logits = [model(prompt, past_key_values=cache).logits]
     launched.clear()
     for number, token in enumerate(tokens):
-        # The first step may compile, a later one may not.
+        # The first two steps may compile, later ones may not.
         with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
             logits.append(step(token, past_key_values=cache).logits)
     assert len(launched) == layers * len(tokens) * by_kernels

@@ -1,4 +1,4 @@
-"""Evaluation texts: the paper's protocols, more than one text, and losses through the cache."""
+"""Evaluation texts: the paper's protocols, several texts, and losses through the cache."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tests.pipeline import change, invoke
 
 @pytest.fixture(params=["dense", "mixed"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """Dense, or compressed with latents in mixed bits."""
+    """Return a dense model, or a compressed model with mixed-bit latents."""
     if request.param == "dense":
         return tiny.dense_model("llama-gqa")
     return tiny.compressed_pair("llama-gqa", method="loss-aware", ratio=0.7, bits="mixed", group_size=3)[1]
@@ -36,7 +36,7 @@ def test_losses_through_the_cache_are_those_of_one_pass(model: Any) -> None:
 
 
 def test_decoding_reads_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # If the cache lost what it holds, the losses would show it.
+    # If the cache lost its content, the losses would show it.
     from transformers import DynamicCache
 
     windows = tiny.windows(2, 24, seed=5)
@@ -64,7 +64,7 @@ def test_batches_change_nothing() -> None:
     [("llama-gqa", 2), ("llama-gqa", 40), ("llama-gqa", 600), ("gemma2-softcap", 40), ("granite", 40)],
 )
 def test_losses_are_those_of_the_library(family: str, length: int) -> None:
-    """The next token's, also where a window is longer than the logits that exist at a time, and logits are scaled."""
+    """Losses equal transformers', also for scaled logits and for windows longer than the logits held at once."""
     model, windows = tiny.dense_model(family), tiny.windows(2, length, seed=5)
     with torch.no_grad():
         expected = torch.stack([model(ids, labels=ids).loss for ids in windows.split(1)]).double()
@@ -77,7 +77,7 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
     model, windows = tiny.dense_model("llama-mha"), tiny.windows(3, 12) % 100
     windows[1, 4] = 100
     with torch.no_grad():
-        # The head spoils all losses, the embedding of token 100 that of one window.
+        # The head spoils all losses, the embedding of token 100 only those of one window.
         {"head": model.lm_head, "embedding": model.model.embed_tokens}[part].weight[100] = value
     raises(NonFiniteError, r"evaluation loss; load the model in bfloat16 or float32", window_losses, model, windows)
     if part == "embedding":
@@ -94,7 +94,7 @@ def test_losses_that_are_not_finite_are_refused(part: str, value: float) -> None
     ],
 )
 def test_logits_of_families_without_description(model_type: str, special: dict[str, Any]) -> None:
-    """Scaled, capped, or as they are."""
+    """Losses are right for families without a description, whether their logits are scaled, capped or plain."""
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": 256}
     model, ids = tiny.random_model(model_type, initializer_range=0.3, **sizes | special), tiny.windows(2, 24)
     logits = model(ids).logits[:, :-1]
@@ -113,12 +113,12 @@ def test_logits_that_are_no_products_are_refused() -> None:
 
 def test_errors_are_those_of_documents() -> None:
     rise = torch.tensor([1.0, 2.0, 4.0, 7.0], dtype=torch.float64)
-    # A document each: the standard error of the mean.
+    # One window per document: the standard error of the mean.
     alone = over_documents(rise, torch.arange(4))
     assert alone == pytest.approx((3.5, float(rise.std()) / 2))
-    # Deviations -2.5, -1.5, 0.5 and 3.5 add up to -4 and 4 within two documents: sqrt(2 / 1 * 32) / 4.
+    # Deviations -2.5, -1.5, 0.5 and 3.5 sum to -4 and 4 within two documents: sqrt(2 / 1 * 32) / 4.
     assert over_documents(rise, torch.tensor([7, 7, 9, 9])) == pytest.approx((3.5, 2.0))
-    # Windows that tell the same twice tell no more than once.
+    # Repeated windows of a document add no information.
     assert over_documents(rise.repeat(2), torch.arange(4).repeat(2)) == pytest.approx(alone)
     assert over_documents(rise, torch.zeros(4).long()) == (3.5, 0.0)
     assert over_documents(rise[:1], torch.arange(1)) == (1.0, 0.0)
@@ -134,7 +134,7 @@ def test_divergence_and_agreement_are_those_of_whole_logits(prefill: int | None)
         theirs, own = (each(windows).logits[:, :-1].double().log_softmax(-1) for each in (dense, model))
     divergences = (theirs.exp() * (theirs - own)).sum(-1).mean(1)
     assert scores.divergences is not None and scores.agreements is not None
-    # Kept states are float16.
+    # The kept states are float16.
     torch.testing.assert_close(scores.divergences, divergences, rtol=2e-2, atol=1e-6)
     expected = (theirs.argmax(-1) == own.argmax(-1)).double().mean(1)
     torch.testing.assert_close(scores.agreements, expected, atol=0.05, rtol=0)
@@ -145,7 +145,7 @@ def test_divergence_and_agreement_are_those_of_whole_logits(prefill: int | None)
 
 
 def numbered(*lengths: int) -> list[torch.Tensor]:
-    """Documents of consecutive numbers: 100 to 1xx, 200 to 2xx, ..."""
+    """Return documents of consecutive numbers: 100 to 1xx, 200 to 2xx, ..."""
     return [torch.arange(100 * (i + 1), 100 * (i + 1) + length) for i, length in enumerate(lengths)]
 
 
@@ -157,7 +157,7 @@ def numbered(*lengths: int) -> list[torch.Tensor]:
         ((40, 10, 25), 2, [120, 310], [0, 2]),  # the first and the last third of three documents
         ((40, 10, 25), None, [100, 110, 120, 130, 200, 300, 310], [0, 0, 0, 0, 1, 2, 2]),
         ((40, 10, 25), 99, [100, 110, 120, 130, 200, 300, 310], [0, 0, 0, 0, 1, 2, 2]),
-        ((90,), 3, [110, 140, 170], [0, 1, 2]),  # one document: windows stand for themselves
+        ((90,), 3, [110, 140, 170], [0, 1, 2]),  # one document: each window counts as a document
         ((10, 3, 4, 23, 2), None, [100, 200, 403, 413], [0, 1, 1, 1]),  # short ones join the next, the rest the last
     ],
 )
@@ -198,9 +198,9 @@ def test_c4_is_cut_as_in_the_papers(monkeypatch: pytest.MonkeyPatch, tiny_tokeni
     ("text", "joined"), [("wikitext2", "^a b\n\nc"), ("ptb", "^a b c"), ("c4", "^a b c"), ("embedded", "a b\n\nc")]
 )
 def test_corpora_are_tokenized_as_one_string(monkeypatch: pytest.MonkeyPatch, text: str, joined: str) -> None:
-    """A tokenizer that marks the start of every string, as LLaMA's does, marks the start of a corpus only."""
+    """A tokenizer that marks the start of every string, like LLaMA's, marks the start of a corpus only."""
     monkeypatch.setattr(corpora, "load_documents", lambda name, **options: ["a b", "c"])
-    # A window of one token, so that nothing is cut off.
+    # Windows of one token, so that nothing is cut off.
     wanted = EvaluationParams(text=text, max_windows=None).model_copy(update={"window": 1})
     for windows in (further_windows(Characters("^"), wanted, text), main_windows(Characters("^"), wanted)):
         assert Characters().decode(windows.tokens.flatten()) == joined

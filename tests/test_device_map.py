@@ -1,4 +1,4 @@
-"""Compressed models split over devices by accelerate: the same tokens, also with layers fetched from disk."""
+"""Compressed models split over devices by accelerate give the same tokens, also with layers offloaded to disk."""
 
 import contextlib
 from pathlib import Path
@@ -18,7 +18,7 @@ PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers
 
 
 def check_split(folder: Path, places: dict[str, Any], settings: dict[str, Any], device: str = "cpu") -> Any:
-    """A compressed model split that way, which gives the tokens that it gives as a whole."""
+    """Split a compressed model as given, assert that it generates the whole model's tokens, and return it."""
     _, compressed, _ = compressed_pair("llama-mha", **settings)
     compressed.save_pretrained(folder / "model")
     split = AutoModelForCausalLM.from_pretrained(folder / "model", device_map=places, offload_folder=folder / "off")
@@ -55,14 +55,14 @@ def test_models_that_do_not_fit_a_gpu_are_split(free: float, split: bool, tmp_pa
     compressed.save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
     device = torch.device("cuda:1")
-    # A quarter of it is held by torch.
+    # A quarter of the size is reserved by PyTorch and free.
     told = {"memory_reserved": size // 2, "memory_allocated": size // 4}
     told["mem_get_info"] = int((free - 0.25) * size), 2 * size
     for name, found in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda asked, found=found: {device: found}[asked])
     with pytest.warns(UserWarning, match="is split over GPUs") if split else contextlib.nullcontext():
         assert placement(tmp_path, device, "auto") == ("auto" if split else {"": device})
-    # Float32 weights take half of it in 16 bits; a CPU needs no map.
+    # In 16 bits, float32 weights take half of the size; a CPU needs no device map.
     assert placement(tmp_path, device, torch.bfloat16) == {"": device}
     assert placement(tmp_path, torch.device("cpu"), "auto") is None
 

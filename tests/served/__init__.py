@@ -1,4 +1,4 @@
-"""Tests in vLLM, where the compiled loops decode, as on any CPU, and not, as in other tests, Triton's interpreter."""
+"""Tests of vLLM: the compiled loops decode, as on any CPU, instead of Triton's interpreter as in other tests."""
 
 import os
 

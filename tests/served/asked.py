@@ -1,4 +1,4 @@
-"""What vLLM answers to options, one after the other in this process: names of backends, or why none is served."""
+"""vLLM's answers to sets of options, tried in turn in this process: names of the backends, or the error message."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Ask all; one line of JSON for each."""
+    """Try all options, and print one line of JSON for each."""
     for name, options in OPTIONS.items():
         try:
             llm = LLM(str(FOLDER / "llama-gqa"), **SIZES | {"max_model_len": 200}, **options)

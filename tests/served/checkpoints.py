@@ -1,4 +1,4 @@
-"""Models with side-cars for the tests of vLLM, whose environment has no pipeline: tiny ones of many architectures.
+"""Tiny models of many architectures with side-cars, for the tests of vLLM, whose environment has no pipeline.
 
 python -m tests.served.checkpoints FOLDER [MODEL CODEC]
 """
@@ -23,7 +23,7 @@ from recalkv.codec.moments import take_moments
 from tests.coded import fit
 from tests.tiny import ALL_FAMILIES, LONGROPE, VOCABULARY, YARN, dense_model, windows
 
-# What vLLM wants: heads of 32, of experts on a CPU multiples of 32, of some families what published checkpoints have.
+# Required by vLLM: head size 32, expert sizes in multiples of 32 on a CPU, and for some families published values.
 SIZES = {"head_dim": 32, "hidden_size": 192}
 SPECIAL: dict[str, dict[str, Any]] = {
     "ernie4.5": {"use_bias": False},
@@ -37,11 +37,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 NAMES = [name for name in ALL_FAMILIES if name not in ("llama-linear-rope", "llama-bias", "qwen2-mixed-sliding")]
 PER_HEAD = {"llama-halves": "llama-mha", "qwen3-halves": "qwen3-qk-norm"}
-"""With a code for each KV head, which processes can share; an even number of heads."""
+"""Models with one code per KV head and an even number of heads, which processes can share."""
 
 
 def characters() -> PreTrainedTokenizerFast:
-    """A tokenizer of ASCII."""
+    """Return a tokenizer of ASCII characters."""
     special = ["<pad>", "<s>", "</s>"]
     words = special + [chr(number) for number in range(len(special), VOCABULARY)]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=special[0]))
@@ -53,7 +53,7 @@ def characters() -> PreTrainedTokenizerFast:
 
 
 def write(folder: Path, name: str) -> None:
-    """One tiny model with its side-car of 8 bits: with fewer, more codes fall the other way by the last bit."""
+    """Write a tiny model with an 8-bit side-car; with fewer bits, the last bit of a value changes more codes."""
     family = PER_HEAD.get(name, name)
     halves = {"num_attention_heads": 8, "num_key_value_heads": 4} if name in PER_HEAD else {}
     model = dense_model(family, **SIZES | SPECIAL.get(name, {}) | halves)
@@ -68,7 +68,7 @@ def write(folder: Path, name: str) -> None:
 
 
 def write_adapted(folder: Path) -> None:
-    """A model with a LoRA adapter of queries, keys and values; and what transformers' model is with it, merged."""
+    """Write a model with a LoRA adapter of queries, keys and values, and to ``own`` transformers' merged model."""
     model, place = dense_model("llama-gqa", **SIZES), folder / "llama-lora"
     shutil.rmtree(place, ignore_errors=True)
     model.save_pretrained(place)
@@ -90,7 +90,7 @@ def write_adapted(folder: Path) -> None:
 
 
 def write_quantized(folder: Path) -> None:
-    """An AWQ checkpoint of 4 bits, groups of 32; and its weights as transformers has them."""
+    """Write an AWQ checkpoint of 4 bits in groups of 32, and to ``own`` transformers' model with the same weights."""
     model, place = dense_model("llama-gqa", **SIZES | {"intermediate_size": 128}), folder / "llama-awq"
     shutil.rmtree(place, ignore_errors=True)
     tensors = {}

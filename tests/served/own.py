@@ -1,4 +1,4 @@
-"""What transformers' models with side-cars say of texts, read from standard input: ``python -m tests.served.own``."""
+"""Scores of texts by transformers' models with side-cars, read from standard input: ``python -m tests.served.own``."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FOLDER = Path(os.environ["RECALKV_SERVED"])
 
 
 def own_model(name: str) -> Any:
-    """Transformers' model of a folder, or of its ``own`` where that is another to it, with the side-car."""
+    """Load transformers' model with the side-car, from a folder or from its subfolder ``own`` if that exists."""
     place = FOLDER / name / "own" if (FOLDER / name / "own").exists() else FOLDER / name
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     return use_codec(
@@ -25,7 +25,7 @@ def own_model(name: str) -> Any:
 
 @torch.no_grad()
 def main() -> None:
-    """Compare each text; one line of JSON."""
+    """Compare each text with the model, and print one line of JSON."""
     for text in json.load(sys.stdin):
         model, gaps, differences = own_model(text["name"]), [], []
         for prompt, made, found in zip(text["prompts"], text["made"], text["logprobs"], strict=True):

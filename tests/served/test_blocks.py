@@ -1,4 +1,4 @@
-"""Blocks of exact states, by vLLM's own pool: those that are read are had, and no others are counted."""
+"""Blocks of exact states from vLLM's block pool: those that are read are held, and no others are counted."""
 
 import random
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def held(blocks: ExactTokensManager) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_read_is_had_and_counted(seed: int) -> None:
-    """Steps of any size, of which the last one's tokens are not settled when the next is given its blocks."""
+    """Blocks that are read are held and counted, in steps of any size that follow a step not yet settled."""
     draw, blocks = random.Random(seed), manager(200, caching=False)
     settled = done = 0
     for _ in range(40):
@@ -53,7 +53,7 @@ def test_what_is_read_is_had_and_counted(seed: int) -> None:
         assert len(blocks.req_to_blocks["a"]) * SIZE >= done + new
         assert {token // SIZE for token in range(min(SINKS, done + new))} <= set(held(blocks))
         drafts = DRAFTS if new == 1 + DRAFTS else 0
-        # The window of the step's first query, and that of the next one's, whatever part of the drafts is taken back.
+        # The window of the step's first query, and that of the next step's, however many drafts are rolled back.
         for first, last in ((done, done), (done + new - drafts, done + new)):
             assert {token // SIZE for token in range(max(0, first - WINDOW + 1), last)} <= set(held(blocks))
         settled, done = done, done + new - draw.randint(0, drafts)
@@ -62,7 +62,7 @@ def test_what_is_read_is_had_and_counted(seed: int) -> None:
 
 
 def test_a_prefix_that_is_found_again_has_its_first_tokens() -> None:
-    """And none is found where these are gone."""
+    """A prefix hit includes the blocks of its first tokens, and there is no hit once one of them is evicted."""
     blocks = manager(200, caching=True)
     hashes = [bytes([number]) * 32 for number in range(50)]
     request: Any = SimpleNamespace(
@@ -88,7 +88,7 @@ def test_a_prefix_that_is_found_again_has_its_first_tokens() -> None:
     free = blocks.block_pool.get_num_free_blocks()
     blocks.allocate_new_blocks("b", 72, 72)
     assert [number for number, block in enumerate(blocks.req_to_blocks["b"]) if not block.is_null][:2] == [0, 1]
-    # Those that were found are no longer free, and are counted.
+    # Blocks of the hit are no longer free, and are counted.
     evictable = 200 - 1 - free
     assert wanted == evictable + free - blocks.block_pool.get_num_free_blocks()
     blocks.free("b")
@@ -104,7 +104,7 @@ def test_prefixes_have_blocks_while_there_are_many() -> None:
     few = manager(20, caching=True)
     few.allocate_new_blocks("a", 100, 100)
     assert held(few) == [*FIRST, *range((100 - DRAFTS - WINDOW + 1) // SIZE, 50)]
-    # Blocks between null ones are given back, too.
+    # Blocks between null blocks are freed, too.
     for each, count in ((found, 200), (few, 20)):
         each.allocate_new_blocks("a", 110, 110)
         each.remove_skipped_blocks("a", 110)
@@ -117,14 +117,14 @@ def test_prefixes_have_blocks_while_there_are_many() -> None:
     ("rows", "sliding", "tokens"),
     [
         ([40, 27, 27, 13], [], 2),
-        # Of layers whose window slides, as many in a group as have room.
+        # A group takes as many sliding-window layers as a block has room for.
         ([40] * 2, [20] * 5, 1),
-        # Not even one token has room.
+        # There is not even room for one token.
         ([2, 2, 2, 3], [], 1),
     ],
 )
 def test_a_block_has_room_for_either(rows: list[int], sliding: list[int], tokens: int) -> None:
-    """All layers have their place in it, and it is as large as the rows of those that see all tokens are."""
+    """Every layer has a part of the block, which is as large as rows of full-attention layers or one token's states."""
     sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size_v": 0, "dtype": torch.uint8}
     exact = ExactTokens(WINDOW, SINKS, torch.float32)
     specs: dict[str, Any] = {}

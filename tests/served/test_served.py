@@ -1,7 +1,7 @@
-"""The codec in vLLM on a CPU: `make test-vllm` runs these in an environment of their own.
+"""The codec in vLLM on a CPU; `make test-vllm` runs these tests in a separate environment.
 
-``RECALKV_SERVED`` names the folder with ``model`` and ``codec``, the pipeline's, and the tiny models with side-cars of
-:mod:`tests.served.checkpoints`. ``RECALKV_LOAD_SECONDS`` makes the load of 64 requests last.
+``RECALKV_SERVED`` is the folder with the pipeline's ``model`` and ``codec``, and with the tiny models and side-cars of
+:mod:`tests.served.checkpoints`. ``RECALKV_LOAD_SECONDS`` is the minimum duration of the load of 64 requests.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ CODEC = {"additional_config": {"recalkv_codec": str(FOLDER / "codec")}}
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 TEXT = Path(__file__).parents[2] / "README.md"
 LOAD_SECONDS = float(os.environ.get("RECALKV_LOAD_SECONDS", "0"))
-# Two ways to compute the same: where they part, the tokens must have been as good as even (nats).
+# Gap (nats) below which two tokens count as tied, so that implementations may choose either.
 EVEN = 0.15
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
@@ -47,7 +47,7 @@ def reference() -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Any) -> list[list[int]]:
-    """20 prompts of 1 to 2,000 tokens."""
+    """Return 20 prompts of 1 to 2,000 tokens."""
     ids = tokenizer(TEXT.read_text()).input_ids
     lengths = [1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 48, 64, 100, 128, 129, 255, 400, 600, 1000, 2000]
     return [ids[3 * number : 3 * number + length] for number, length in enumerate(lengths)]
@@ -55,7 +55,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
-    # Room for some of the prompts at once only, read in parts.
+    # Room for only some of the prompts at once, which are prefilled in chunks.
     llm = LLM(
         str(DEFAULT), **SIZES, **CODEC, num_gpu_blocks_override=120, max_num_batched_tokens=256, max_num_seqs=16,
         disable_log_stats=False,
@@ -74,7 +74,7 @@ def generated(llm: Any, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) 
 
 
 def agrees(model: Any, prompt: Sequence[int], found: Sequence[int]) -> bool:
-    """Whether greedy tokens are the model's own, up to a choice between tokens that are as good as even."""
+    """Return whether tokens are the model's greedy ones, up to choices between tokens that are as good as tied."""
     ids = torch.tensor([[*prompt, *found]])
     with torch.no_grad():
         scores = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -91,7 +91,7 @@ def test_the_tokens_of_generate_alone_and_together(engine: Any, reference: Any, 
         same = own.tolist() == found
         exact += same
         assert same or agrees(reference, prompt, found), f"prompt of {len(prompt)} tokens"
-    # Codes of few bits fall either way by the last bit of a number, and choices between even tokens with them.
+    # The last bit of a value may change a code of few bits, and with it the choice between tied tokens.
     assert exact >= 16
     for number in (4, 12, 17):
         alone = generated(engine, prompts[number : number + 1])[0]
@@ -103,7 +103,7 @@ def test_prefixes_are_found_again(engine: Any, prompts: list[list[int]]) -> None
     first, second = (engine.generate(given, greedy(), use_tqdm=False)[0] for _ in range(2))
     assert second.num_cached_tokens >= 864
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
-    # Within a prompt they are found at places that are far from each other.
+    # Within a prompt, prefixes end only at positions that are far apart.
     other = [{"prompt_token_ids": prompts[18][:600] + prompts[12]}]
     assert engine.generate(other, greedy(1), use_tqdm=False)[0].num_cached_tokens >= 512
 
@@ -118,14 +118,14 @@ def test_log_probabilities(engine: Any, reference: Any, prompts: list[list[int]]
     with torch.no_grad():
         scores = reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     expected = scores[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-    # While all is read exactly the two are the same, and after the first row that falls the other way unbiased.
+    # While all tokens are read exactly, both agree; after the first row with a different code, the error is unbiased.
     assert (found - expected)[:31].abs().max() < 1e-3
     assert (found - expected).abs().mean() < 0.03
     assert abs(float((found - expected).mean())) < 0.01
 
 
 def test_64_requests_at_a_time_end_and_leave_no_block(engine: Any, prompts: list[list[int]], reference: Any) -> None:
-    """In a cache that holds a few of them, for as long as is asked for: each right."""
+    """64 requests at a time end with the right tokens in a cache that holds a few of them, and free all blocks."""
     core, found, sent, done = engine.llm_engine, set(), 0, 0
     end = time.monotonic() + LOAD_SECONDS
 
@@ -148,15 +148,15 @@ def test_64_requests_at_a_time_end_and_leave_no_block(engine: Any, prompts: list
 
 
 def test_tokens_cost_their_bytes() -> None:
-    """Tokens that vLLM says its GiB holds, dense and coded, with nothing but the rounding of blocks."""
+    """The tokens that vLLM reports for 1 GiB match the bytes per token, dense and coded, up to rounding to blocks."""
     script, codec = FOLDER / "count.py", Codec.load(FOLDER / "codec")
     sizes = SIZES | {"max_model_len": 8192, "dtype": "bfloat16"}
     script.write_text(
         "import sys; from vllm import LLM\nif __name__ == '__main__':\n"
         f"    LLM({str(DEFAULT)!r}, **{sizes!r}, additional_config={{'recalkv_codec': sys.argv[1]}})\n"
     )
-    # Exact states stand in blocks as large as those of 32 rows: of 8 tokens, in a quarter of the bits. vLLM counts the
-    # most that a sequence has of them, while its prompt is read: the first's, those before a step and those after it.
+    # A block of exact states is as large as one of 32 rows, which take a quarter of the bits: it holds 8 tokens. vLLM
+    # counts the most blocks held during prefill: those of the first tokens, those before a step and those after it.
     near = {"": 0, str(FOLDER / "codec"): 2 * (-(-31 // 8) + 1) + 1}
     settings = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for option, blocks in near.items():
@@ -169,7 +169,7 @@ def test_tokens_cost_their_bytes() -> None:
 
 
 def serve_tiny(name: str, *arguments: Any, **options: Any) -> dict[str, float]:
-    """vLLM's counts of texts by a tiny model, which are its own by transformers, with their probabilities."""
+    """Assert that a tiny model's tokens and log-probabilities match transformers'; return vLLM's metrics."""
     found, metrics = compared(name, *arguments, **options)
     assert found["gap"] < EVEN
     assert found["difference"] < ROUNDING
@@ -177,8 +177,8 @@ def serve_tiny(name: str, *arguments: Any, **options: Any) -> dict[str, float]:
     return metrics
 
 
-# Nats by which 9 of 10 log-probabilities may differ: queries are integers of 16 bits, and codes fall the other way here
-# and there.
+# Maximum difference of 9 in 10 log-probabilities, in nats: queries are 16-bit integers, and a few codes round
+# differently.
 ROUNDING = 5e-3
 FAMILIES = [
     "apertus", "arcee", "ernie4.5", "exaone4-nope", "gemma", "gemma2-softcap", "gemma3", "glm-partial", "glm4-moe",
@@ -189,7 +189,7 @@ FAMILIES = [
 
 
 def told_by(module: str, *names: str, key: str = "name") -> dict[str, dict[str, Any]]:
-    """What a module of these tests prints in a process of its own, by its first entry."""
+    """Run a module of these tests in a subprocess; return the JSON objects that it prints, by their first entry."""
     command = [sys.executable, "-m", f"tests.served.{module}", *names]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -199,7 +199,7 @@ def told_by(module: str, *names: str, key: str = "name") -> dict[str, dict[str, 
 
 @pytest.fixture(scope="module")
 def families() -> dict[str, dict[str, Any]]:
-    """What :mod:`tests.served.tiny` finds of each family."""
+    """Return the results of :mod:`tests.served.tiny` for each family."""
     return told_by("tiny", *FAMILIES)
 
 
@@ -213,19 +213,19 @@ def test_families(name: str, families: dict[str, dict[str, Any]]) -> None:
 
 
 def test_adapters_and_quantized_weights() -> None:
-    """Which the codec does not see: it codes what attention is handed."""
+    """Adapters and quantized weights are served as well, as the codec only sees what attention receives."""
     found = told_by("tiny", "llama-lora", "llama-awq")
     lora, awq = found["llama-lora"], found["llama-awq"]
     assert lora["gap"] < EVEN and lora["difference"] < ROUNDING
     if "has no attribute 'cpu_gemm_wna16'" in awq.get("error", ""):
         pytest.skip("this build of vLLM multiplies no 4-bit weights on this processor, with a codec or without")
-    # vLLM has it in bfloat16 alone, which moves random models by as much without a codec.
+    # vLLM serves it in bfloat16 only, which changes random models just as much without a codec.
     assert awq["difference"] < 0.6
 
 
 @pytest.mark.parametrize("name", ["gemma-3-270m", "qwen2.5-0.5b", "qwen2.5-coder-1.5b"])
 def test_real_models(name: str) -> None:
-    """Prompts of 4 to 1,500 tokens, by heads of 64, 128 and 256 with codecs of 4 bits."""
+    """Texts match transformers' for prompts of 4 to 1,500 tokens, head sizes 64, 128 and 256, and codecs of 4 bits."""
     folder = TEXT.parent / "data" / "models" / name
     if not (folder / "codec").exists():
         pytest.skip(f"{folder} has no model with a codec; make models NAME={name} makes it")
@@ -242,7 +242,7 @@ def test_real_models(name: str) -> None:
 
 
 def test_the_kernel_reads_the_paged_cache() -> None:
-    """As on a GPU, by Triton's interpreter, in a process of its own."""
+    """The Triton kernel of GPUs, interpreted in a separate process, gives transformers' texts."""
     found = told_by("watched", "llama-gqa", "mistral-sliding", "gpt-oss-sinks")
     assert len(found) == 3
     for each in found.values():
@@ -252,7 +252,7 @@ def test_the_kernel_reads_the_paged_cache() -> None:
 
 
 def test_compiled_by_vllm() -> None:
-    """As it is served without ``--enforce-eager``."""
+    """Texts match transformers' without ``--enforce-eager``, where vLLM compiles the model."""
     serve_tiny("qwen2-bias", enforce_eager=False)
 
 
@@ -266,7 +266,7 @@ def test_drafts_are_taken_and_taken_back(tokenizer: Any) -> None:
 
 
 def test_preempted_sequences_are_computed_again() -> None:
-    """Four that grow out of a cache with room for one and a half."""
+    """Four sequences that outgrow a cache for one and a half are preempted, and still end with the right tokens."""
     prompts = torch.randint(3, 128, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()
     metrics = serve_tiny("qwen2-bias", prompts, 120, num_gpu_blocks_override=20)
     assert metrics["vllm:num_preemptions"] > 0
@@ -274,13 +274,13 @@ def test_preempted_sequences_are_computed_again() -> None:
 
 @pytest.mark.parametrize("name", ["llama-halves", "qwen3-halves"])
 def test_two_processes_share_the_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Left to itself vLLM wants a memory node of its own for each process.
+    # By default, vLLM requires a separate memory node for each process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     serve_tiny(name, tensor_parallel_size=2)
 
 
 def test_a_model_without_a_side_car_is_vllms_own(said: dict[str, str]) -> None:
-    """Nothing changes for others; and this fails where vLLM no longer asks what the plugin answers."""
+    """A model without a side-car keeps vLLM's backend; this fails if vLLM no longer queries the plugin."""
     assert said["dense"] == "['CPU_ATTN']"
     assert said["coded"] == "['RECALKV']"
 
@@ -307,12 +307,12 @@ metric_list: [{{metric: word_perplexity}}]
 """
 
 
-# Codes of few bits fall the other way here and there (nats a token).
+# A few codes of few bits round differently (nats per token).
 @pytest.mark.parametrize(("name", "rounding"), [("llama-gqa", 5e-3)])
 def test_lm_eval_finds_what_it_finds_by_transformers(
     name: str, rounding: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # lm-eval asks for the version of vllm, and the CPU build is a package of another name.
+    # lm-eval queries the version of vllm, but the CPU build has another package name.
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version("vllm-cpu" if name == "vllm" else name))
     from lm_eval import simple_evaluate
@@ -353,7 +353,7 @@ def test_lm_eval_finds_what_it_finds_by_transformers(
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """What :mod:`tests.served.asked` is answered."""
+    """Return the answers that :mod:`tests.served.asked` prints."""
     return {asked: each["said"] for asked, each in told_by("asked", key="asked").items()}
 
 
@@ -371,7 +371,7 @@ def test_what_cannot_be_had_is_said(asked: str, message: str, said: dict[str, st
     assert message in said[asked]
 
 
-# The command asks for the version of vllm, and the CPU build is a package of another name.
+# The command queries the version of vllm, but the CPU build has another package name.
 COMMAND = """
 import importlib.metadata
 version = importlib.metadata.version

@@ -1,4 +1,4 @@
-"""Serve tiny checkpoints by the Triton kernels and watch that steps of one token a request could be captured.
+"""Serve tiny checkpoints with the Triton kernels, and check that steps of one token per request could be captured.
 
 python -m tests.served.watched NAME...
 """
@@ -6,7 +6,7 @@ python -m tests.served.watched NAME...
 # ruff: noqa: E402
 import os
 
-# Triton reads it when it is imported.
+# Triton reads this variable when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
@@ -28,7 +28,7 @@ _WAITING = ("item", "tolist", "numpy", "__int__", "__index__", "__bool__", "__fl
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Refuse what waits for a device, as it could not be captured into a CUDA graph."""
+    """Refuse operations that wait for the device, as a CUDA graph cannot capture them."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a step of one token a request waits for the device")
@@ -40,7 +40,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    """Serve; steps of prompts may look at lengths on the CPU, and others may not."""
+    """Serve the models; prefill steps may read lengths on the CPU, but steps of one token per request may not."""
     forward, lengths, steps = CodecImpl.forward, Step.seen.func, set()  # type: ignore[attr-defined]
 
     def watched(impl: Any, layer: Any, query: Any, key: Any, value: Any, cache: Any, step: Any, **further: Any) -> Any:
@@ -53,7 +53,7 @@ def main(names: list[str]) -> None:
         assert not step.single
         return lengths(step)
 
-    # As on a device that has the kernel and no compiled loops.
+    # As on a device with the kernel and without compiled loops.
     for module in (paged, cpu):
         module.layer_loops = lambda *_: None  # type: ignore[attr-defined]
     paged.kernel_serves = lambda *_: True
