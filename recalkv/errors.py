@@ -74,8 +74,8 @@ def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> I
         yield
     except Exception as error:
         # safetensors and datasets raise other exceptions, with the cause only in their text.
-        told = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or told:
+        full = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or full:
             raise StoreError(
                 f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
                 f"again. Nothing half-written was kept."

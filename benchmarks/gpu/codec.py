@@ -110,11 +110,11 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
 
     torch.manual_seed(0)
     shape = sizes_of(geometry, setting.tiny).attention
-    told = functools.partial(emit, geometry=geometry, context=context, batch=batch)
+    record = functools.partial(emit, geometry=geometry, context=context, batch=batch)
     query = torch.randn(batch, shape.heads, shape.head_dim, device=setting.device, dtype=setting.dtype)
     step = CodecStep(shape, setting)
     size = batch * -(-context // TILE) * TILE * step.row_bytes
-    if not fits(size, setting, told):
+    if not fits(size, setting, record):
         return
     caches = [step.cache(context, batch) for _ in range(copies_of(size, setting))]
     expected = step(coded_attention_torch, caches[0][:1], query[:1])
@@ -124,7 +124,7 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
         error = float((step(attention, caches[0], query)[:1] - expected).abs().max() / expected.abs().max())
         if not error <= _TOLERANCE:
             name = f"codec, {geometry}, {way}"
-            told(what="wrong", error=f"{error:.3g}", failed=[f"{name}: off by {error:.3g}, limit {_TOLERANCE}"])
+            record(what="wrong", error=f"{error:.3g}", failed=[f"{name}: off by {error:.3g}, limit {_TOLERANCE}"])
             continue
         # Triton, the fallback, is several times as slow: once CUDA is timed, time it at batch 1 only.
         if way == "triton" and batch > 1 and "cuda_us" in found:
@@ -140,7 +140,7 @@ def measure(geometry: str, context: int, batch: int, setting: Setting, emit: Emi
     packing = [functools.partial(layer.pack_centered, *states)]
     found["pack_us"] = 1e6 * time_calls(packing, setting.device, repeats_of(size, setting)).median
     if "us" in found:
-        told(what="codec", **found, **_dense(shape, context, query, setting, told))
+        record(what="codec", **found, **_dense(shape, context, query, setting, record))
 
 
 def _dense(shape: AttentionGeometry, context: int, query: Tensor, setting: Setting, emit: Emit) -> dict[str, Any]:

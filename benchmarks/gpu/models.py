@@ -165,12 +165,12 @@ def _fit(geometry: str, setting: Setting, emit: Emit) -> None:
     from recalkv.params import CodecParams
 
     model, windows = dense_model(geometry, setting, whole=True).eval(), _windows(geometry, setting)
-    told = functools.partial(emit, geometry=geometry, samples=len(windows), length=windows.shape[1], method="codec")
-    begin, took = now(setting.device), _timed_steps(setting.device, told)
+    record = functools.partial(emit, geometry=geometry, samples=len(windows), length=windows.shape[1], method="codec")
+    begin, took = now(setting.device), _timed_steps(setting.device, record)
     moments = take_moments(model, windows, CONTEXT, progress=lambda step, *done: took(f"codec, {step}", *done))
     build_codec(moments, CodecParams().bits, CONTEXT, geometry)
     took("codec, bases and bits", 1, 1)
-    told(what="compressed", seconds=now(setting.device) - begin)
+    record(what="compressed", seconds=now(setting.device) - begin)
 
 
 def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
@@ -187,14 +187,14 @@ def _compress(geometry: str, setting: Setting, emit: Emit) -> None:
     parameters = CompressionParams()
     config = {"geometry": geometry, "samples": samples, "length": length, "ratio": parameters.ratio,
               "method": parameters.method, "precision": calibration.precision}  # fmt: skip
-    told = functools.partial(emit, **config)
-    begin, took = now(device), _timed_steps(device, told)
+    record = functools.partial(emit, **config)
+    begin, took = now(device), _timed_steps(device, record)
     source = ModuleSource(model, device, calibration.precision)
     result = compress_layers(source, windows, calibration, parameters, took)
     provenance: dict[str, str | None] = {"name": geometry, "revision": None, "fingerprint": None}
     small = assemble(source, result, parameters, setting.dtype, provenance)
     took("assemble", 1, 1)
-    told(what="compressed", seconds=now(device) - begin, removed=float(LatentSpec.from_config(small.config).removed))
+    record(what="compressed", seconds=now(device) - begin, removed=float(LatentSpec.from_config(small.config).removed))
 
 
 def steps(setting: Setting) -> list[Step]:

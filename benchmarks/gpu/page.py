@@ -37,9 +37,9 @@ def _read(path: Path) -> list[Record]:
 def _machines(parts: Iterable[list[Record]]) -> str:
     names = ("device", "python", "torch", "triton", "transformers")
     found = {tuple(each[name] for name in names): None for part in parts for each in part if "device" in each}
-    told = [f"{device}; Python {python}, torch {torch}, triton {triton}, transformers {transformers}"
+    lines = [f"{device}; Python {python}, torch {torch}, triton {triton}, transformers {transformers}"
             for device, python, torch, triton, transformers in found]  # fmt: skip
-    return ". ".join(told) + "." if told else "Nothing has been measured."
+    return ". ".join(lines) + "." if lines else "Nothing has been measured."
 
 
 def _missing(lines: dict[str, list[Record]]) -> list[str]:
@@ -120,7 +120,7 @@ def _codec(records: list[Record]) -> list[str]:
         place = each["geometry"], f"{each['context']:,}", each["batch"], each.get("baseline", "none")
         return *place, *times, ratio, f"{each['gb_per_s']:,.0f}", f"{each['error']:.1e}"
 
-    told = (
+    intro = (
         "Attention of one token a sequence over a full cache of 4-bit rows, all in CUDA graphs, beside the fastest of "
         "torch's attention backends over a dense cache of 16 bits: attention alone, with the products that take "
         "queries to codes and outputs back, without the exact window. GB/s are of rows, which have 3.8 times fewer "
@@ -129,7 +129,7 @@ def _codec(records: list[Record]) -> list[str]:
     )
     head = ("geometry", "context", "batch", "dense backend", "dense, us", "FlashInfer, us", "codec, us",
             "codec in Triton, us", "dense / codec", "GB/s", "error")  # fmt: skip
-    return _section("Codec: attention", [told, ""] if records else [], _table(head, map(row, _of(records, "codec"))))
+    return _section("Codec: attention", [intro, ""] if records else [], _table(head, map(row, _of(records, "codec"))))
 
 
 def _kernels(rows: list[Record]) -> list[str]:
@@ -152,14 +152,14 @@ def _kernels(rows: list[Record]) -> list[str]:
 
     where = ("geometry", "context", "batch")
     kinds = ("latents", "cached")
-    told = (
+    intro = (
         "One step over a static cache, projections included, as a CUDA graph; *dense* is the fastest of torch's "
         "attention backends. The error is the largest difference from plain torch, relative to the largest output."
     )
     head = (*where, *kinds, "dense by", "dense, us", "GB/s", "latents, us", "GB/s", "dense / latents",
             "in torch, us", "error")  # fmt: skip
     return _section(
-        "One attention module, one token", [told, ""] if rows else [], _table(head, map(row, sorted(rows, key=_order)))
+        "One attention module, one token", [intro, ""] if rows else [], _table(head, map(row, sorted(rows, key=_order)))
     )
 
 

@@ -229,10 +229,10 @@ class _Watched:
             self.machine = {name: record[name] for name in ("device", "python", "torch", "triton", "transformers")}
             if record["event"] == "result":
                 self.failed_tests += len(record.get("failed", ()))
-                told = (
+                parts = (
                     f"{key} {value}" for key, value in record.items() if key not in (*self.machine, "event", "time")
                 )
-                print("  ".join(told)[:300], flush=True)
+                print("  ".join(parts)[:300], flush=True)
             else:
                 self.last, changed = record["step"], True
                 self.current = self.last if record["event"] == "begin" else None

@@ -44,8 +44,8 @@ def _imports(setting: Setting, emit: Emit) -> None:
     commands = [[sys.executable, "-c", f"import {module}"] for module in MODULES]
     processes = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in commands]
     for module, process in zip(MODULES, processes, strict=True):
-        _, told = process.communicate()
-        wrong = {"failed": [f"import {module}"], "tail": told[-1000:]} if process.returncode else {}
+        _, output = process.communicate()
+        wrong = {"failed": [f"import {module}"], "tail": output[-1000:]} if process.returncode else {}
         emit(what="import", module=module, **wrong)
 
 

@@ -44,9 +44,9 @@ def _with_recent(kind: Any) -> Any:
             self.exact_window = window
             if not isinstance(self, StaticLayer):
                 # None if the layer has no notification of crops.
-                told = getattr(self, "record_past", None)
-                slack = 0 if told is False else _SLACK
-                if told:
+                recording = getattr(self, "record_past", None)
+                slack = 0 if recording is False else _SLACK
+                if recording:
                     slack = max(slack, min(latents.shape[2], _LONGEST_DRAFT))
                 keep = window + slack
                 before = self.get_seq_length() - latents.shape[2]

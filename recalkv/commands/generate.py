@@ -55,8 +55,8 @@ def chat(
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            told = _answer(loaded, tokenizer, inputs, tokens, temperature)
-            messages.append({"role": "assistant", "content": told})
+            answer = _answer(loaded, tokenizer, inputs, tokens, temperature)
+            messages.append({"role": "assistant", "content": answer})
 
 
 def _line() -> str:

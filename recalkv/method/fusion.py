@@ -76,8 +76,8 @@ def stored_latents(
 
 def _told(calibration: CalibrationParams) -> dict[str, Any]:
     """Return the calibration record of a checkpoint; local files by name only, since checkpoints are published."""
-    told = calibration.model_dump(mode="json", include=_CALIBRATION)
-    return told | {"text": [public_name(text) for text in told["text"]]}
+    settings = calibration.model_dump(mode="json", include=_CALIBRATION)
+    return settings | {"text": [public_name(text) for text in settings["text"]]}
 
 
 def fuse_layer(

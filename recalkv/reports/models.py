@@ -190,9 +190,9 @@ def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     where: dict[str, list[str]] = {}
     for name, tasks in methods.items():
         where.setdefault(next(iter(tasks.values()))["ran"], []).append(name)
-    told = "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
+    devices = "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
     length = next(iter(methods["dense"].values())).get("length")
-    return told + (f" Prompts of more than {length:,} tokens lose their middle." if length else "")
+    return devices + (f" Prompts of more than {length:,} tokens lose their middle." if length else "")
 
 
 def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:
@@ -200,8 +200,8 @@ def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:
         return ""
     further = [] if own["same"] is None else [f"{own['same']:.0%}"]
     further += [f"{own['items']} items"] if own["items"] != dense["items"] else []
-    told = f" ({', '.join(further)})" if further else ""
-    return f"{100 * own['difference']:+.1f} ± {100 * own['error']:.1f}{told}"
+    details = f" ({', '.join(further)})" if further else ""
+    return f"{100 * own['difference']:+.1f} ± {100 * own['error']:.1f}{details}"
 
 
 def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -65,8 +65,8 @@ def needle_context(
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
 
     subjects = generator.sample(_SUBJECTS, len(depths))
-    told = [f"\n\nThe special number of {subject} is {_number(generator)}" for subject in subjects]
-    facts, questions = [encode(f"{each}.\n\n") for each in told], [encode(each) for each in told]
+    sentences = [f"\n\nThe special number of {subject} is {_number(generator)}" for subject in subjects]
+    facts, questions = [encode(f"{each}.\n\n") for each in sentences], [encode(each) for each in sentences]
     taken = sum(map(len, facts)) + max(map(len, questions))
     filler = length - taken
     if filler < 0:
@@ -131,9 +131,9 @@ def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> T
     """
     chunk = question[None, :-1].to(model.device)
     logits = model(chunk, past_key_values=copy.deepcopy(cache)).logits[0, places - 1]
-    told = logits.float().log_softmax(-1).cpu()
-    right = (told.argmax(-1) == question[places]).double()
-    found = told.gather(1, question[places, None]).double()
+    log_probs = logits.float().log_softmax(-1).cpu()
+    right = (log_probs.argmax(-1) == question[places]).double()
+    found = log_probs.gather(1, question[places, None]).double()
     return torch.stack([right.mean(), right.cumprod(0).mean(), found.mean()])
 
 
