@@ -62,7 +62,7 @@ def codec_of(family: str = "llama-gqa", bits: float = 4) -> Codec:
 def mean_keys(layer: LayerCodec, positions: Tensor) -> Tensor:
     """Return the mean keys after RoPE at positions (..., tokens): (..., kv heads, tokens, d_k) float32."""
     mean = layer.key_mean[:, None].expand(-1, positions.shape[-1], -1)
-    return layer.rotation.turned(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
+    return layer.rotation.rotated(mean.expand(*positions.shape[:-1], *mean.shape), positions[..., None, :])
 
 
 def packed(layer: LayerCodec, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def naive_moments(
                 for place in range(SINKS, pair[side][0].shape[1]):
                     vectors = [each[:, place] for each in pair[side]]
                     if side == 0:
-                        vectors = [rotation.turned(each[:, None], torch.tensor([place]), -1)[:, 0] for each in vectors]
+                        vectors = [rotation.rotated(each[:, None], torch.tensor([place]), -1)[:, 0] for each in vectors]
                     texts[-1].append(vectors)
             prior = [x for text in texts[: (len(texts) + 1) // 2] for x, _ in text]
             mean = sum(prior) / len(prior)
@@ -80,7 +80,7 @@ def naive_moments(
             if side == 0:
                 eye = torch.eye(mean.shape[1], dtype=torch.float64)
                 turns = [
-                    torch.block_diag(*[rotation.turned(eye[:, None], torch.tensor([n]))[:, 0].T] * len(mean))
+                    torch.block_diag(*[rotation.rotated(eye[:, None], torch.tensor([n]))[:, 0].T] * len(mean))
                     for n in range(context)
                 ]
                 totals = torch.stack([sum(turn @ total @ turn.T for turn in turns) / context for total in totals])

@@ -63,9 +63,9 @@ def test_keys_turn_as_measured(family: str) -> None:
     if family == "gpt2":
         assert all(not rotation.frequencies.any() for rotation in rotations.values())
         return
-    turned = rotations[first].turned(still[first], positions)
-    torch.testing.assert_close(turned, moved[first], rtol=1e-4, atol=2e-4)
-    torch.testing.assert_close(rotations[first].turned(turned, positions, -1), still[first], rtol=1e-4, atol=1e-5)
+    rotated = rotations[first].rotated(still[first], positions)
+    torch.testing.assert_close(rotated, moved[first], rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(rotations[first].rotated(rotated, positions, -1), still[first], rtol=1e-4, atol=1e-5)
 
 
 def test_frequencies_are_the_models_own() -> None:
@@ -88,9 +88,9 @@ def test_pairs_of_neighbors_and_of_a_part() -> None:
 
 def test_layers_differ() -> None:
     model = dense_model("smollm3-nope", num_hidden_layers=4)
-    turning = {layer: bool(own.frequencies.any()) for layer, own in measured_rotations(model, CONTEXT).items()}
-    assert turning == {layer: bool(use) for layer, use in enumerate(model.config.no_rope_layers)}
-    assert len(set(turning.values())) == 2
+    uses_rope = {layer: bool(own.frequencies.any()) for layer, own in measured_rotations(model, CONTEXT).items()}
+    assert uses_rope == {layer: bool(use) for layer, use in enumerate(model.config.no_rope_layers)}
+    assert len(set(uses_rope.values())) == 2
     # Sliding layers have another RoPE base.
     rotations = measured_rotations(dense_model("gemma3", num_hidden_layers=4), CONTEXT)
     assert float((rotations[0].frequencies - rotations[1].frequencies).abs().max()) > 1e-4
@@ -102,8 +102,8 @@ def test_models_in_16_bits_turn_as_in_32(family: str, dtype: torch.dtype) -> Non
     model = model_of(family)
     expected, found = measured_rotations(model, CONTEXT), measured_rotations(model.to(dtype), CONTEXT)
     for layer, rotation in expected.items():
-        turning = rotation.frequencies != 0
-        assert torch.equal(found[layer].pairs[:, turning], rotation.pairs[:, turning])
+        uses_rope = rotation.frequencies != 0
+        assert torch.equal(found[layer].pairs[:, uses_rope], rotation.pairs[:, uses_rope])
         torch.testing.assert_close(found[layer].frequencies, rotation.frequencies, rtol=0, atol=3e-4)
 
 
@@ -147,7 +147,7 @@ def test_averages_are_those_of_a_sum_over_positions(context: int) -> None:
     total, eye = torch.zeros_like(moment), torch.eye(8, dtype=torch.float64)
     for position in range(context):
         # Row i of the rotated identity is basis vector i, rotated.
-        one = rotation.turned(eye[:, None], torch.tensor([position]))[:, 0].T
-        turn = torch.block_diag(one, one, one)
-        total += turn @ moment @ turn.T / context
+        one = rotation.rotated(eye[:, None], torch.tensor([position]))[:, 0].T
+        matrix = torch.block_diag(one, one, one)
+        total += matrix @ moment @ matrix.T / context
     torch.testing.assert_close(rotation.averaged(moment, context), total, rtol=1e-9, atol=1e-9)

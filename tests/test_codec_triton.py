@@ -145,7 +145,7 @@ class Problem:
             for head, (keys, values) in enumerate(zip(*states, strict=True)):
                 positions = torch.arange(first, length) + offset
                 mean = layer.key_mean[head].double().expand(length - first, -1)
-                key = keys[batch, first:length] + layer.rotation.turned(mean, positions)
+                key = keys[batch, first:length] + layer.rotation.rotated(mean, positions)
                 scores = self.query[batch, head] @ key.T * SCALE
                 if case.softcap is not None:
                     scores = case.softcap * (scores / case.softcap).tanh()

@@ -59,12 +59,12 @@ class DenseStep(nn.Module):
     ) -> tuple[Tensor, None]:
         """Attend from one token; ``position_embeddings`` come from :func:`signed`."""
         heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
-        turned = self._heads + self._kv_heads
-        value = heads[:, :, turned:]
+        with_rope = self._heads + self._kv_heads
+        value = heads[:, :, with_rope:]
         # Values are rotated too and the result is ignored: a non-contiguous slice would be copied first.
         cos, sin = (table[:, :, None] for table in position_embeddings)
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
-        query, key = heads[:, :, : self._heads].transpose(1, 2), heads[:, :, self._heads : turned]
+        query, key = heads[:, :, : self._heads].transpose(1, 2), heads[:, :, self._heads : with_rope]
         keys, values = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), 0)
         grouped = self._heads != self._kv_heads
         if grouped and self.packed:

@@ -213,7 +213,7 @@ class _Sums:
         rotation = self.rotations.get(layer) or no_rotation(states.shape[-1])
         wide = states.float() if states.element_size() < 4 else states
         positions = torch.arange(SINKS, states.shape[2], device=states.device)
-        return rotation.turned(wide[:, :, SINKS:], positions, -1)
+        return rotation.rotated(wide[:, :, SINKS:], positions, -1)
 
     def add_means(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Watch a forward pass and add keys and values to the means."""

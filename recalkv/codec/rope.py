@@ -49,7 +49,7 @@ class Rotation:
         angles = positions[..., None].double() * self.frequencies.to(positions.device)
         return angles.cos(), angles.sin()
 
-    def turned(self, states: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
+    def rotated(self, states: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
         """Rotate states (..., tokens, d) to positions (tokens,), or back with ``sign=-1``; keeps their dtype."""
         cos, sin = (table.to(states) for table in self.tables(positions))
         first, second = (states[..., index] for index in self.pairs.to(states.device))
@@ -78,7 +78,7 @@ class Rotation:
         whole = moment.view(-1, *moment.shape[-2:])
         parts = whole[:, places][:, :, places].view(-1, heads, 2, half, heads, 2, half)
         a, b, c, d = (parts[:, :, i, :, :, j] for i in (0, 1) for j in (0, 1))
-        turned = torch.stack(
+        rotated = torch.stack(
             [
                 torch.stack([cc * a - cs * b - sc * c + ss * d, cs * a + cc * b - ss * c - sc * d], 4),
                 torch.stack([sc * a - ss * b + cc * c - cs * d, ss * a + sc * b + cs * c + cc * d], 4),
@@ -86,7 +86,7 @@ class Rotation:
             2,
         ).reshape(whole.shape)
         result = torch.empty_like(whole)
-        result[:, places[:, None], places] = turned
+        result[:, places[:, None], places] = rotated
         return result.view(moment.shape)
 
 
@@ -193,9 +193,9 @@ def _same_pairs(keys: Tensor, places: list[int], known: Rotation) -> Rotation:
 def _frequencies(keys: Tensor, places: list[int], pairs: Tensor) -> Tensor:
     """Measure the frequencies (pairs,) float64 from keys (tokens, positions, kv heads, d) of the same tokens."""
     numbers = torch.view_as_complex(torch.stack([keys[..., pairs[0]], keys[..., pairs[1]]], -1))
-    turns = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
+    angles = (numbers * numbers[:, :1].conj()).sum((0, 2)).angle()  # (positions, pairs), between -pi and pi
     frequencies = torch.zeros(pairs.shape[1], dtype=torch.float64, device="cpu")
-    for place, angle in zip(places[1:], turns[1:], strict=True):
+    for place, angle in zip(places[1:], angles[1:], strict=True):
         expected = frequencies * place
         frequencies = (angle + ((expected - angle) / (2 * torch.pi)).round() * 2 * torch.pi) / place
     return frequencies

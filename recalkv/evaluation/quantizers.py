@@ -311,8 +311,8 @@ def _rotated(coded: Callable[[Tensor], Tensor], rotation: Tensor | None) -> Call
     def rounded(states: Tensor) -> Tensor:
         if rotation is None:
             return coded(states.float()).to(states.dtype)
-        turn = rotation.to(states.device)
-        return (coded(states.float() @ turn) @ turn.T).to(states.dtype)
+        matrix = rotation.to(states.device)
+        return (coded(states.float() @ matrix) @ matrix.T).to(states.dtype)
 
     return rounded
 

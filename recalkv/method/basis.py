@@ -35,7 +35,7 @@ def quantizable(
     gram, method = problem.input_metric, problem.method
     key_parts, value_parts = problem.parts(groups)
 
-    def turned(factors: LowRank, parts: Sequence[Any], segments: Sequence[Sequence[Segment]], side: int) -> LowRank:
+    def rotated(factors: LowRank, parts: Sequence[Any], segments: Sequence[Sequence[Segment]], side: int) -> LowRank:
         down, up = [], []
         for number, (left, right, part, pieces) in enumerate(
             zip(factors.down, factors.up, parts, segments, strict=True)
@@ -51,13 +51,13 @@ def quantizable(
         both = LowRank(
             refit.keys.down, [torch.cat(pair, dim=1) for pair in zip(refit.keys.up, refit.values.up, strict=True)]
         )
-        keys, values = turned(both, key_parts, spec.key_segments, 0).halves()
+        keys, values = rotated(both, key_parts, spec.key_segments, 0).halves()
         return replace(refit, keys=keys, values=values)
     assert spec.value_segments is not None
     return replace(
         refit,
-        keys=turned(refit.keys, key_parts, spec.key_segments, 0),
-        values=turned(refit.values, value_parts, spec.value_segments, 1),
+        keys=rotated(refit.keys, key_parts, spec.key_segments, 0),
+        values=rotated(refit.values, value_parts, spec.value_segments, 1),
     )
 
 

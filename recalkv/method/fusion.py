@@ -135,8 +135,8 @@ def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor)
         starts = torch.arange(0, tensor.shape[dim], len(order))
         return tensor.index_select(dim, (starts[:, None] + order).flatten().to(tensor.device))
 
-    turned = {"q_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight"}
-    moved = {name: ordered(tensor, 0) if name in turned else tensor for name, tensor in dense.items()}
+    reordered = {"q_proj.weight", "q_proj.bias", "k_proj.bias", "q_norm.weight", "k_norm.weight"}
+    moved = {name: ordered(tensor, 0) if name in reordered else tensor for name, tensor in dense.items()}
     return moved, LowRank(keys.down, [ordered(up, 1) for up in keys.up])
 
 

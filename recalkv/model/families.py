@@ -152,9 +152,10 @@ def check_supported(config: Any) -> AttentionGeometry:
             f"there is nothing to compress; use a model with layers of {' or '.join(sorted(_ATTENTION_TYPES))}."
         )
     geometry = AttentionGeometry.from_config(config)
-    if (turned := _turned(config, geometry.head_dim)) % 2 or geometry.head_dim % 2:
+    if (rotary_dim := _rotary_dim(config, geometry.head_dim)) % 2 or geometry.head_dim % 2:
         raise UnsupportedModelError(
-            f"head_dim={geometry.head_dim} of which RoPE turns {turned} dimensions is not supported; both must be even."
+            f"head_dim={geometry.head_dim} of which RoPE rotates {rotary_dim} dimensions is not supported; both must "
+            f"be even."
         )
     return geometry
 
@@ -166,7 +167,7 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     return own or [rope]
 
 
-def _turned(config: Any, head_dim: int) -> int:
+def _rotary_dim(config: Any, head_dim: int) -> int:
     """Return how many leading dimensions of a head RoPE rotates; transformers rounds down."""
     return int(head_dim * (_ropes(config)[0].get("partial_rotary_factor") or 1.0))
 
@@ -177,13 +178,13 @@ def head_order(config: Any, head_dim: int) -> list[int] | None:
     Scores are invariant to a permutation shared by queries and keys. Interleaved pairs are split between the halves;
     dimensions without RoPE become pairs of frequency 0, after the rotated dimensions in both halves.
     """
-    turned = _turned(config, head_dim)
+    rotary_dim = _rotary_dim(config, head_dim)
     if family_of(config).interleaved:
-        left, right = range(0, turned, 2), range(1, turned, 2)
+        left, right = range(0, rotary_dim, 2), range(1, rotary_dim, 2)
     else:
-        left, right = range(turned // 2), range(turned // 2, turned)
-    middle = turned + (head_dim - turned) // 2
-    order = [*left, *range(turned, middle), *right, *range(middle, head_dim)]
+        left, right = range(rotary_dim // 2), range(rotary_dim // 2, rotary_dim)
+    middle = rotary_dim + (head_dim - rotary_dim) // 2
+    order = [*left, *range(rotary_dim, middle), *right, *range(middle, head_dim)]
     return None if order == list(range(head_dim)) else order
 
 

@@ -84,7 +84,7 @@ class Family:
         Whether RoPE may rotate only the first dimensions of a head (``partial_rotary_factor``).
     interleaved
         Whether RoPE pairs neighboring dimensions instead of dimensions of the two halves.
-    turning
+    rope_layers
         Function of the config: whether each layer has RoPE; None if all layers have.
     sinks
         Whether softmax has a learned sink per query head, so that weights do not sum to 1.
@@ -113,7 +113,7 @@ class Family:
     fused: str | None = None
     partial: bool = False
     interleaved: bool = False
-    turning: Callable[[Any], list[Any] | None] = _nothing
+    rope_layers: Callable[[Any], list[Any] | None] = _nothing
     sinks: bool = False
     gated: bool = False
     stateful: tuple[str, ...] = ()
@@ -159,8 +159,8 @@ class Family:
 
     def rotary(self, config: Any) -> nn.Module | None:
         """Build the rotary module of transformers; None if no layer has RoPE."""
-        turning = self.turning(config)
-        if turning is not None and not any(turning):
+        rope_layers = self.rope_layers(config)
+        if rope_layers is not None and not any(rope_layers):
             return None
         module: nn.Module = getattr(self.module, f"{self.name}RotaryEmbedding")(config)
         return module
@@ -204,14 +204,14 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3"),
         Family("seed_oss"),
         Family("ministral"),
-        Family("smollm3", turning=attrgetter("no_rope_layers")),
+        Family("smollm3", rope_layers=attrgetter("no_rope_layers")),
         Family("ministral3", query_scale=_llama4_query_scale),
         Family("arcee"),
         Family("apertus", input_norm="attention_layernorm"),
         Family("gemma", embedding_scale=_root_of_width),
         Family("ernie4_5", interleaved=True),
         Family("ernie4_5_moe", interleaved=True),
-        Family("exaone4", input_norm=None, post_norm=True, turning=_where_it_slides),
+        Family("exaone4", input_norm=None, post_norm=True, rope_layers=_where_it_slides),
         Family("minimax_m2", partial=True),
         Family("mixtral"),
         Family("qwen2_moe"),
@@ -252,7 +252,7 @@ FAMILIES: dict[str, Family] = {
             residual_scale=attrgetter("residual_multiplier"),
             embedding_scale=attrgetter("embedding_multiplier"),
             logit_scale=_inverse_logits_scaling,
-            turning=_where_positions_are_rope,
+            rope_layers=_where_positions_are_rope,
             stateful=("linear_attention",),
         ),
     )

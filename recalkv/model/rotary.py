@@ -30,13 +30,13 @@ class SlotRotary:
         Number of pairs per head, ``d_h / 2``; if the module has fewer, the remaining pairs are not rotated.
     layer_type
         Type of the layers if the module has separate tables per type, else None.
-    turning
+    uses_rope
         Whether keys are rotated at all.
     """
 
-    def __init__(self, rotary: nn.Module | None, half: int, layer_type: str | None, turning: bool) -> None:
+    def __init__(self, rotary: nn.Module | None, half: int, layer_type: str | None, uses_rope: bool) -> None:
         self._rotary: Any = rotary
-        self._half, self._layer_type, self._turning = half, layer_type, turning and rotary is not None
+        self._half, self._layer_type, self._uses_rope = half, layer_type, uses_rope and rotary is not None
         self._tables: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -48,7 +48,7 @@ class SlotRotary:
     @property
     def _own(self) -> Tensor:
         """Frequencies of the rotated pairs."""
-        if not self._turning:
+        if not self._uses_rope:
             return torch.empty(0)
         found: Tensor = getattr(self._rotary, self._name("inv_freq"))
         return found
@@ -56,7 +56,7 @@ class SlotRotary:
     @property
     def attention_scaling(self) -> float:
         """Factor on both rotated queries and rotated keys (as in YaRN)."""
-        return float(getattr(self._rotary, self._name("attention_scaling"))) if self._turning else 1.0
+        return float(getattr(self._rotary, self._name("attention_scaling"))) if self._uses_rope else 1.0
 
     @property
     def uniform(self) -> bool:
@@ -98,7 +98,7 @@ class SlotRotary:
                 positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]
                 types = () if self._layer_type is None else (self._layer_type,)
                 still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)
-                cos, sin = self.widened(self._rotary(like, positions, *types) if self._turning else still)
+                cos, sin = self.widened(self._rotary(like, positions, *types) if self._uses_rope else still)
                 # In a model split over several devices, the rotary module may be on another one.
                 self._tables[key] = tables = cos[0].to(like.device), sin[0].to(like.device)
         return tables
@@ -115,9 +115,9 @@ class SlotRotary:
 
 def layer_slots(config: Any, rotary: nn.Module | None) -> list[SlotRotary]:
     """Return the rotary tables of every decoder layer; layers with the same rotation share one object."""
-    types, turning = layer_attention_types(config), family_of(config).turning(config)
+    types, rope = layer_attention_types(config), family_of(config).rope_layers(config)
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
-    kinds = [(kind if by_type else None, turning is None or bool(turning[index])) for index, kind in enumerate(types)]
+    kinds = [(kind if by_type else None, rope is None or bool(rope[index])) for index, kind in enumerate(types)]
     half = AttentionGeometry.from_config(config).head_dim // 2
     made = {kind: SlotRotary(rotary, half, *kind) for kind in dict.fromkeys(kinds)}
     return [made[kind] for kind in kinds]

@@ -9,7 +9,7 @@ from recalkv.codec.sidecar import LayerCodec
 _tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
 
 
-def turns(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(rotation: Rotation, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the positions from 0 on, each (at least ``count``, d / 2) float32."""
     key = rotation.frequencies.numpy().tobytes(), device
     found = _tables.get(key)
@@ -43,25 +43,25 @@ def mean_keys(codec: LayerCodec, start: int, count: int, offset: Tensor, most: i
             tables = rotation.tables(positions)
             cos, sin = (table.float()[:, None] for table in tables)
         else:
-            tables = turns(rotation, start + count + max(most or 0, 0), device)
+            tables = rope_tables(rotation, start + count + max(most or 0, 0), device)
             cos, sin = (table[positions][:, None] for table in tables)
     else:
-        cos, sin = (table[None, None, start : start + count] for table in turns(rotation, start + count, device))
-    return _turned(codec, cos, sin)
+        cos, sin = (table[None, None, start : start + count] for table in rope_tables(rotation, start + count, device))
+    return _rotated(codec, cos, sin)
 
 
 def mean_keys_at(codec: LayerCodec, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean keys of positions (tokens,), from sufficiently long :func:`turns`: (kv heads, tokens, d_k)."""
+    """Return the mean keys of positions (tokens,) from long enough :func:`rope_tables`: (kv heads, tokens, d_k)."""
     cos, sin = (table[positions] for table in tables)
-    return _turned(codec, cos, sin)
+    return _rotated(codec, cos, sin)
 
 
-def _turned(codec: LayerCodec, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(codec: LayerCodec, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the mean keys of all KV heads, rotated by cosines and sines (..., tokens, d / 2)."""
     rotation, device = codec.rotation, cos.device
     mean, pairs = codec.key_mean.to(device), rotation.pairs.to(device)
     first, second = (mean[:, None, index] for index in pairs)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     order = pairs.flatten()
     # With pairs of halves, as in most models, dimensions are in order already.
-    return turned if rotation.halves else torch.empty_like(turned).index_copy_(-1, order, turned)
+    return rotated if rotation.halves else torch.empty_like(rotated).index_copy_(-1, order, rotated)

@@ -16,7 +16,7 @@ from recalkv.codec.sidecar import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.cpu import decoding_loops, layer_loops
 from recalkv.runtime.cpu.records import StepCache
-from recalkv.runtime.mean_keys import mean_keys_at, turns
+from recalkv.runtime.mean_keys import mean_keys_at, rope_tables
 from recalkv.runtime.prefill import merge, partial_attention, with_aux
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.runtime.row_attention import attend_rows, kernel_serves
@@ -101,7 +101,7 @@ class PagedLayer:
     ) -> None:
         device = torch.empty(0, device=device).device  # with its index, as in tensors' own devices
         codec = codec.on(device)
-        self._turns = turns(codec.rotation, reach, device)
+        self._rope_tables = rope_tables(codec.rotation, reach, device)
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
         self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
         self.rows = torch.zeros(0, 1, codec.row_bytes, TILE, dtype=torch.uint8)
@@ -135,7 +135,7 @@ class PagedLayer:
             Positions in the sequences, and where rows and exact states go: block times slots per block, plus the place
             in the block. Negative slots are padding, which goes to block 0; compiled loops write no rows for it.
         """
-        keys = key.float().transpose(0, 1) - mean_keys_at(self.codec, positions, self._turns)
+        keys = key.float().transpose(0, 1) - mean_keys_at(self.codec, positions, self._rope_tables)
         values = value.float().transpose(0, 1) - self.codec.value_mean.to(value.device)[:, None]
         loops = layer_loops(self.codec, self.rows)
         if loops is not None:
@@ -315,7 +315,7 @@ class PagedLayer:
             own = self.rows[chunk.rows[begin : -(-end // size)].long()].flatten(0, 1)
             rows = untiled(own, end - begin * size)[low - begin * size :]
             keys, values = self.codec.unpack_centered(rows[None])
-        mean = mean_keys_at(self.codec, torch.arange(low, end, device=keys.device), self._turns)
+        mean = mean_keys_at(self.codec, torch.arange(low, end, device=keys.device), self._rope_tables)
         return (keys + mean)[0], (values + self.codec.value_mean.to(values.device)[:, None])[0]
 
     def _exact_states(self, blocks: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

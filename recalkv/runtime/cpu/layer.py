@@ -103,7 +103,7 @@ class LayerLoops:
         whole = torch.nn.functional.pad(tensor.detach().float().cpu(), (0, lack)).contiguous()
         return self._at(whole.numpy())
 
-    def _turns(self, pieces: int) -> np.ndarray:
+    def _piece_angles(self, pieces: int) -> np.ndarray:
         """Return cosines and sines of the first slots of ``pieces`` pieces; keep a reference while they are read.
 
         Another thread may replace the array by a longer one.
@@ -144,7 +144,7 @@ class LayerLoops:
         shared = batch * heads * fixed["query_size"]
         scratch = _scratch(shared + threads * (batch * self.codec.groups * partial + own))
         rows, exact, pages = cache.rows, cache.exact, cache.exact_pages
-        size, turns = exact.element_size(), self._turns((cache.longest - cache.base) // PIECE + 1)
+        size, angles = exact.element_size(), self._piece_angles((cache.longest - cache.base) // PIECE + 1)
         numbers = {
             **fixed, "partial_size": partial, "thread_size": own, "threads": threads, "batch": batch,
             "repeats": repeats, "tiles": rows.shape[1],
@@ -158,7 +158,7 @@ class LayerLoops:
             "first": cache.first.data_ptr(), "offset": cache.offset.data_ptr(),
             "mask": 0 if mask is None else mask.data_ptr(),
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
-            "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": turns.ctypes.data,
+            "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": angles.ctypes.data,
         }  # fmt: skip
         # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing does not need it.
         run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))

@@ -140,8 +140,8 @@ def _prepare(a, real, b, g, task, own):
                 qa, qb, ma, mb = query[first[i]], query[second[i]], mean[first[i]], mean[second[i]]
                 c, s = qa * ma + qb * mb, qb * ma - qa * mb
                 if a.base + offset != 0:
-                    turn = angles[i] * np.float64(a.base + offset)
-                    cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
+                    angle = angles[i] * np.float64(a.base + offset)
+                    cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
                     c, s = c * cos + s * sin, s * cos - c * sin
                 out[i], out[pairs + i] = c, s
         return
@@ -156,8 +156,8 @@ def _prepare(a, real, b, g, task, own):
     if side == 0:
         mean = floats(a.key_mean + 4 * g * kv * dk, kv * dk)
         for i in range(pairs):
-            turn = angles[i] * np.float64(slot + offset)
-            cos, sin = np.float32(np.cos(turn)), np.float32(np.sin(turn))
+            angle = angles[i] * np.float64(slot + offset)
+            cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
             for h in range(kv):
                 ma, mb = mean[h * dk + first[i]], mean[h * dk + second[i]]
                 states[h * dk + first[i]] -= ma * cos - mb * sin
@@ -311,21 +311,21 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     sums, products = rest.ctypes.data, rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
     wide = _padded(a.inner)
-    turned, reduced, factors = (
+    rotated, reduced, factors = (
         rest[: queries * 2 * pairs],
         rest[queries * 2 * pairs : queries * (2 * pairs + wide)],
         rest[queries * (2 * pairs + wide) :],
     )
     stride = 4 * a.query_size
     queries_at = a.scratch + stride * (b * heads + g * queries)
-    turn = floats(a.pieces + 8 * pairs * piece, 2 * pairs)
+    cos_sin = floats(a.pieces + 8 * pairs * piece, 2 * pairs)
     for q in range(queries):
         c = floats(queries_at + stride * q + 2 * a.wk + 4 * a.most, 2 * pairs)
         for i in range(pairs):
-            cos, sin = turn[i], turn[pairs + i]
-            turned[q * 2 * pairs + i] = c[i] * cos + c[pairs + i] * sin
-            turned[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
-    _multiply(queries, 2 * pairs, turned, a.reduced, a.inner, reduced)
+            cos, sin = cos_sin[i], cos_sin[pairs + i]
+            rotated[q * 2 * pairs + i] = c[i] * cos + c[pairs + i] * sin
+            rotated[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
+    _multiply(queries, 2 * pairs, rotated, a.reduced, a.inner, reduced)
     multiply(queries, a.inner, PIECE, reduced.ctypes.data, 4 * wide, a.table, 4 * PIECE, scores.ctypes.data, 4 * PIECE)
     _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores)
     for q in range(queries):
