@@ -218,8 +218,9 @@ def _biases(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
     what = (
         "Keys of Qwen2 and Qwen2.5 have a bias, which is the same for all tokens and rotated by RoPE. Caches that "
-        "round keys spend quantization levels on it; the codec subtracts the mean key of each position before rounding. "
-        "KL divergence of caches as they are, and with the bias subtracted before rounding and added afterwards:"
+        "round keys spend quantization levels on it; the codec subtracts the mean key of each position before "
+        "rounding. KL divergence of caches as they are, and with the bias subtracted before rounding and added "
+        "afterwards:"
     )
     largest = ["Layers with the largest biases (root mean square before RoPE):"] if layers else []
     tables = _table(["model", "method", "KL", "KL without the bias"], lines, left=2)
