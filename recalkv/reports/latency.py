@@ -21,14 +21,14 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "![Speed-up over context](latency.png)",
         "",
         f"Compressed: **{first['path']}**. {first['device']}{clock}, {threads}, torch "
-        f"{first['torch']}{triton}. Layer {first['layer']} of the pipeline's model, whose ranks are the most typical. "
-        f"One new token over a static cache, beside {first['baseline']}; projections are included on both sides; "
-        f"contexts count it. Medians, and quartiles in brackets, of {first['runs']} runs; every output was first "
-        "compared with float64 attention over reconstructed keys and values.",
+        f"{first['torch']}{triton}. Attention module of layer {first['layer']}, whose ranks are the most typical, for "
+        f"one new token over a static cache; dense: {first['baseline']}. Both include the projections; contexts include "
+        f"the new token. Medians (and quartiles) of {first['runs']} runs; outputs are first compared with float64 "
+        "attention over reconstructed keys and values.",
         "",
         markdown(_MODULE, map(_module, rows)),
         "",
-        "The whole model, one token after the other, launched from Python without CUDA graphs, tokens per second:",
+        "Decoding with the whole model, without CUDA graphs, tokens per second:",
         "",
         markdown(_WHOLE, (_whole(*each) for each in decoding(metrics)), left=0),
         "",

@@ -110,7 +110,7 @@ def _beside_dense(facts: Facts) -> list[str]:
         "",
         dense_beside_compressed(facts.metrics, facts.latency),
         "",
-        f"Times of {facts.latency['machine']['device']}, {facts.latency['machine']['threads']} threads.",
+        f"Times are from {facts.latency['machine']['device']}, {facts.latency['machine']['threads']} threads.",
         "",
         f"{facts.metrics['parameters']['layers_with_fused_values']} of {len(facts.layers)} layers have R_v fused into "
         "W_o by the cost rule.",
@@ -160,10 +160,11 @@ def _layers(facts: Facts) -> list[str]:
         "",
         markdown(_LAYER_HEAD, ([f"{row[name]:{form}}" for name, form in _LAYER] for row in facts.layers), left=0),
         "",
-        "Errors are relative and squared: of the projections' outputs on the dense model's inputs; *before refit* and "
-        "*after*, of what the method fits again (value outputs, or the attention's output) after the compressed "
-        "prefix, against its target. *Predicted rise*: half of the energy that ranks and codes leave, in nats per "
-        "token under the loss-aware metric. *Cached*: elements per token; a shared latent counts once.",
+        "Errors are relative squared errors: key and value errors of the projections' outputs on the dense model's "
+        "inputs; *before refit* and *after* of the refitted outputs (values, or the attention output) against their "
+        "target, on inputs from the compressed layers before. *Predicted rise* is half of the energy that ranks and "
+        "codes discard, in nats per token in the loss-aware metric. *Cached* counts elements per token, a shared "
+        "latent once.",
         "",
     ]
 
