@@ -22,7 +22,7 @@ def latency_section(metrics: dict[str, Any], rows: list[dict[str, Any]]) -> list
         "",
         f"Compressed: **{first['path']}**. {first['device']}{clock}, {threads}, torch "
         f"{first['torch']}{triton}. Attention module of layer {first['layer']}, whose ranks are the most typical, for "
-        f"one new token over a static cache; dense: {first['baseline']}. Both include the projections; contexts include "
+        f"one new token over a static cache; dense: {first['baseline']}. Both include the projections; contexts count "
         f"the new token. Medians (and quartiles) of {first['runs']} runs; outputs are first compared with float64 "
         "attention over reconstructed keys and values.",
         "",
