@@ -93,7 +93,7 @@ def _overlays() -> dict[str, list[dict[str, Any]]]:
     """Return the overlays over the defaults of each preset, by name; later overlays take precedence."""
     written: dict[str, Any] = yaml.safe_load((files(__package__) / "presets.yaml").read_text())
     return (
-        {name: [written["embedded_settings"], own] for name, own in written["settings"].items()}
+        {name: [own] for name, own in written["settings"].items()}
         | {f"serve/{name}": [own] for name, own in written["serve"].items()}
         | {f"paper/{name}": [written["paper_settings"], own] for name, own in written["paper"].items()}
     )
