@@ -69,7 +69,7 @@ def needing(extra: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> Iterator[None]:
-    """Convert errors of a full disk to a :class:`StoreError` with a remedy if no space can be freed."""
+    """Convert a full-disk error to a :class:`StoreError` that names ``remedy``, in case no space can be freed."""
     try:
         yield
     except Exception as error:

@@ -83,7 +83,7 @@ def fit(
         KV heads per code; None for the most that fit 256 elements. Must divide the KV heads of each tensor-parallel
         rank.
     device
-        Device for a hub id or a folder; in float32 on a CPU, else in the checkpoint's dtype. A loaded model stays.
+        Device for a hub id or a folder, in float32 on a CPU, else the checkpoint's dtype; a loaded model is not moved.
     progress
         Called with the name of the step, finished windows and total windows.
 

@@ -20,7 +20,7 @@ _HEAD_DIMS = range(2, 257, 2)
 _TRITON = (3, 6)
 
 _PREPARED_SLOTS = 1 << 20
-"""Slots for which rotary tables are built in advance: 8 MB at head size 128, once for all layers."""
+"""Maximum number of slots for which rotary tables are built in advance: 8 MB at head size 128, once for all layers."""
 
 
 class KernelDecoder:
@@ -176,8 +176,8 @@ def use_kernels(model: Any, kernel: str = "triton") -> Any:
         A model of :mod:`recalkv.model.modeling`, on its device.
     kernel
         ``triton`` uses the kernels, and raises if they are not supported; ``auto`` uses them if they are supported,
-        pass a trial step (:mod:`recalkv.kernels.trial`) and are not slow (float32 on a GPU), and otherwise warns once
-        with the reason; ``torch`` returns to plain torch.
+        pass a trial step (:mod:`recalkv.kernels.trial`) and are not slow, as they are in float32 on a GPU; otherwise it
+        warns once with the reason; ``torch`` returns to plain torch.
 
     Raises
     ------

@@ -39,7 +39,7 @@ def scores_kernel(
     heads_ptr : (kv heads, 4) int32
         First latent column, rank, start of the head's block in ``up_ptr``, and its row stride.
     mask_ptr
-        Unused with MASK 0 (all these slots) and 1 (causal); a boolean (batch, QUERIES, slots) with MASK 2.
+        Unused with MASK 0 (every slot that is seen) and 1 (causal); a boolean (batch, QUERIES, slots) with MASK 2.
     logits_ptr : (batch, kv heads, ROWS, logits_stride) float32
         Minus infinity where masked; not written past the last query.
     ALIGN, UP_ALIGN

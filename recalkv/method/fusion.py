@@ -219,7 +219,7 @@ def fused_attention_tensors(
     Returns
     -------
     dict
-        Float64 for computed tensors, the dense dtype for tensors that were only reordered.
+        Float64 for sums and products; factors and tensors that were only reordered keep their dtype.
     """
     d_h = geometry.head_dim
     queries = head_columns(query_order(spec.head_permutation, geometry.queries_per_kv), d_h)

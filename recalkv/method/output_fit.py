@@ -3,8 +3,8 @@
 Attention over compressed keys and values yields contexts ``c`` (the concatenated head outputs) that differ
 from the dense layer's. The output projection can compensate part of that difference without additional cached bytes
 or parameters: ``W_o <- argmin || c W_o - t ||^2``, a ridge regression towards the dense W_o. The
-target ``t`` is what the layer should add to the residual stream: the dense layer's attention output plus the error of
-the stream so far, so each layer also corrects the error of the previous layers.
+target ``t`` is what the layer should add to the residual stream: the dense layer's attention output plus what the
+stream lacks so far (dense minus compressed), so each layer also corrects the error of the previous layers.
 """
 
 from dataclasses import dataclass

@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         constant = centered or "v" in biases
-        # Softmax weights sum to 1, so a constant term of the values moves to the output bias, unless sinks or gates.
+        # Softmax weights sum to 1, so a constant of the values moves to the output bias, except with sinks or gates.
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
         self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None

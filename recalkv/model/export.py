@@ -104,7 +104,7 @@ def build_model(
     Parameters
     ----------
     dtype
-        Dtype to which all weights are cast, after codes are dequantized; None leaves each weight unchanged.
+        Dtype to which all weights are cast; None keeps that of each. Codes are dequantized either way.
     """
     family = config.model_type.removeprefix("recalkv_")
     with torch.device("meta"):

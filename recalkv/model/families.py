@@ -23,7 +23,7 @@ IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
 """Buffers stored in early checkpoints although the config determines them."""
 
 _UNPACKED_ON_LOADING = ("gguf",)
-"""Quantization methods that configs still name after transformers has dequantized; only the tensors tell."""
+"""Quantization methods that a config may still name after transformers dequantized its weights; only tensors tell."""
 
 DEQUANTIZE = (
     "dequantize them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "

@@ -351,7 +351,7 @@ def run_layer(source: LayerSource, layer: Any, place: int, hidden: Tensor) -> Te
 
 
 def _type_name(label: str) -> str:
-    """Return torch's name of a safetensors dtype of 16 to 64 bits, as F16; other labels, as F8_E4M3, are kept."""
+    """Return torch's name of a safetensors float dtype of 16 to 64 bits (F16); other labels (F8_E4M3) are kept."""
     return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(label, label)
 
 

@@ -92,7 +92,7 @@ class SlotRotary:
         tables = self._tables.get(key)
         if tables is None or tables[0].shape[0] < length:
             size = max(256, 1 << (length - 1).bit_length(), switch + 1)
-            # The tables outlive the call: if created in inference mode, they could not be used in a later backward.
+            # The tables outlive the call: inference tensors could not be used in a later backward pass.
             with torch.inference_mode(False):
                 # The module chooses frequencies by the largest position; rows of clamped positions are never read.
                 positions = torch.arange(size, device=like.device).clamp(max=size if far else switch - 1)[None]

@@ -83,7 +83,7 @@ class LayerInputs:
             (self._folder / "of").write_text(self._mark(moments))
 
     def are_of(self, moments: str) -> bool:
-        """Return whether the complete inputs of a pass are stored; any others are removed."""
+        """Whether the complete inputs of the pass with these moments are stored; any others are removed."""
         mark = self._folder / "of"
         whole = mark.exists() and mark.read_text() == self._mark(moments)
         if not whole:

@@ -1,7 +1,7 @@
 """Step 2, whitening statistics: second moments of each layer's attention input.
 
 The key and value projections of a layer read the same input, so they share one Gram matrix ``C = X^T X``.
-Whitening and value calibration need nothing else from the calibration set, and CKA only the mean input.
+Whitening and value calibration need nothing else from the calibration set, and CKA only the mean input in addition.
 """
 
 from collections.abc import Collection, Iterator

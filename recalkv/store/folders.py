@@ -100,7 +100,7 @@ class Output(NamedTuple):
     name, command
         Name of the kind, and the command that writes it.
     made : Path to bool
-        Whether a folder is a complete output of this kind.
+        Whether a folder is an output of this kind.
     parts
         Glob pattern of the files that a killed run leaves.
     """
@@ -150,7 +150,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
     Raises
     ------
     ParameterError
-        Also if ``out`` is ``source`` or the current folder, is inside ``source``, or contains either.
+        Also if ``out`` is or contains ``source`` or the current folder, or is in ``source`` (a codec may be, directly).
     """
     place, remedy = out.resolve(), "name a new folder"
     if place.exists() and not place.is_dir():
