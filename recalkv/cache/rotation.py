@@ -7,7 +7,7 @@ from torch import Tensor
 def random_rotation(size: int, seed: int, *place: int) -> Tensor:
     """Return a random orthogonal matrix, (size, size) float64, determined by size, seed and place.
 
-    Unlike a Hadamard matrix, it has any size; folded into the factors, it costs nothing at run time.
+    Unlike a Hadamard matrix, it can have any size; folded into the factors, it costs nothing at run time.
     """
     mixed = seed
     for number in (size, *place):

@@ -46,7 +46,7 @@ def dense_attention(
     query : (batch, heads, queries, d_k)
     key, value : (batch, kv heads, slots, d_k or d_v)
     attention_mask : (batch, 1 or heads, queries, slots) bool or additive, or None
-        None for causal attention whose first query is at slot 0, or for full attention if the module is not causal.
+        None for causal attention from slot 0 on, or for full attention of one query or of a module that is not causal.
     softcap, s_aux
         The c in ``c tanh(score / c)``; a learned attention-sink logit per query head, (heads,).
 

@@ -153,7 +153,7 @@ def take_moments(
     NonFiniteError
         If states, logits or gradients have NaN or infinity; the message says where.
     DataError
-        If windows have no predicted token after the sinks.
+        If windows have no token after the sinks that predicts another.
     """
     samples, length = windows.shape
     if length <= SINKS + 1:

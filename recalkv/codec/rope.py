@@ -99,7 +99,7 @@ def no_rotation(size: int) -> Rotation:
 
 @torch.no_grad()
 def measured_rotations(model: Any, context: int, known: Mapping[int, Rotation] | None = None) -> dict[int, Rotation]:
-    """Measure the rotation of each attention layer within a context of a number of positions.
+    """Measure the rotation of each attention layer's keys within ``context`` positions.
 
     Layers whose keys depend on the position in another way, such as learned positions, count as not rotated.
 

@@ -130,7 +130,7 @@ class LayerCodec:
         return [*matrices, self.key_mean, self.value_mean, self.rotation.pairs, self.rotation.frequencies]
 
     def on(self, device: torch.device) -> "LayerCodec":
-        """Return it with its tensors on a device, since steps captured into a CUDA graph cannot copy them."""
+        """Return it with its tensors, except frequencies, on a device: steps in a CUDA graph cannot copy them."""
         if device == self.key_mean.device:
             return self
         keys, values = (

@@ -210,7 +210,7 @@ def _cached(
     # Slots that a sliding layer drops for a long chunk although the chunk's first queries attend to them.
     leaving = layer.rounded(skipped, start) if skipped < start < end - SLACK and layer.is_sliding else None
     layer.append(key, value, seen, positions)
-    # First slot that can be attended to; a sliding layer may hold older ones.
+    # First slot with a row that can be attended to; a sliding layer may hold older rows.
     low = max(layer.base, skipped)
     keys, values = _with_sinks(layer.rounded(low, end), layer, low, end)
     pair = keys.to(query.dtype), values.to(query.dtype)

@@ -206,7 +206,7 @@ class CodecLayer(CacheLayerMixin):
             )
         if start or self.capacity is not None:
             begins = torch.where(fresh, begins, self.first)
-        # Unless replaced above, the layers of a model share this tensor; later steps compare it by identity.
+        # The layers of a model share it if it is from `of_mask` unchanged; later steps compare it by identity.
         self.first = begins
         if positions is not None:
             # Use the position of each first token: positions of padding are arbitrary.
@@ -278,7 +278,7 @@ class CodecLayer(CacheLayerMixin):
         return torch.arange(len(self.keys), device="cpu")[:, None]
 
     def step_cache(self, low: int) -> StepCache:
-        """Return the compiled loops' arguments for a step that attends to slots from ``low`` on, its token counted."""
+        """Return the cache for compiled loops of a step whose token is counted and attends to slots from ``low`` on."""
         assert self.first is not None and self.offset is not None
         bounds = torch.tensor([[self.length, low, self.edge]], device="cpu").repeat(len(self.keys), 1)
         return StepCache(

@@ -85,7 +85,7 @@ def _attend_exact(
 
 
 def _hides_padding_alone(mask: Tensor, allowed: Tensor, low: int, slots: Tensor, first: Tensor) -> bool:
-    """Return whether ``allowed`` hides only slots (slots,), from ``low`` on, before each sequence's first (batch,)."""
+    """Return whether ``allowed`` hides exactly the slots (slots,), from ``low`` on, that precede ``first`` (batch,)."""
 
     def ask() -> tuple[Tensor, bool]:
         return first, bool((allowed == (slots >= first[:, None])).all())

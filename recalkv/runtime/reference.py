@@ -1,7 +1,7 @@
-"""Device tables for decoding from rows, and the same attention in plain PyTorch for devices without Triton.
+"""Device tables for attention over rows, and that attention in plain PyTorch for devices without Triton.
 
-Scores are computed in code coordinates: a query comes as ``q back^T``, so that no key is reconstructed. The score of
-the mean key depends only on the position: a sum over RoPE pairs of two coefficients times a cosine and a sine.
+Scores are computed in code coordinates: a query comes as ``q back^T``, so that no key is reconstructed. A query's score
+of the mean key depends only on the position: a sum over RoPE pairs of two coefficients times a cosine and a sine.
 """
 
 import math
@@ -32,7 +32,7 @@ MOST_RUNS = 128
 """Maximum number of parts of a sequence that kernels attend to separately (split-KV)."""
 
 BASE, DIGITS = 256, 3
-"""A position is ``low + 256 middle + 65536 high``, rotated digit by digit: up to 2^24 positions."""
+"""A position is ``low + 256 middle + 65536 high``, rotated digit by digit: up to ``255 * 2^16`` positions."""
 
 _PIECE = 128
 """Tiles that plain PyTorch unpacks at once."""

@@ -84,7 +84,7 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
     place = code.to(tl.float32) - (most.to(tl.float32) + 0.5)[:, None]
     square = place * place
     decoded = place * (linear[:, None] + square * (cubic[:, None] + square * quintic[:, None]))
-    # Round to a multiple of 1 / GRAIN, the spacing of float32 at this magnitude.
+    # Round to a multiple of 1 / GRAIN, the spacing of float32 at the magnitude of _ROUND.
     decoded = (decoded + _ROUND) - _ROUND
     decoded *= tl.exp2(power)
     return decoded.to(tl.float16)
@@ -293,7 +293,7 @@ def coded_attention(
     rotation, layout
         Rotation and layout of the layer (:meth:`DeviceRotation.of`, :meth:`DeviceLayout.of`).
     first, length, offset : (batch,) int32
-        Attended slots; the position of slot n is ``n + offset``, from 0 to below 2^24.
+        Attended slots; the position of slot n is ``n + offset``, from 0 to below ``255 * 2^16``.
     softcap
         c of ``c tanh(score / c)``.
     block_table : (batch, blocks) int32

@@ -25,7 +25,7 @@ def coordinates_kernel(
     stride_b, stride_h, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Project queries on a head's basis and its mean key. Grid: (KV heads, column blocks + 1, row blocks).
+    """Project queries onto a head's basis and its mean key. Grid: (KV heads, column blocks + 1, row blocks).
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def _on(device: torch.device) -> Any:
 
 
 def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups: int, scale: float) -> list[Tensor]:
-    """Project queries to the coordinates of the keys' codes, and on the mean key of their KV head.
+    """Project queries to the coordinates of the keys' codes, and onto the mean key of their KV head.
 
     Parameters
     ----------

@@ -93,7 +93,7 @@ def checked(
 
 
 def located(segments: Sequence[Segment], start: int = 0) -> list[tuple[Segment, int, int]]:
-    """Return each segment with its first coefficient's index and its first byte, for a row that begins at ``start``."""
+    """Return each segment with the index of its first coefficient and its first byte; the first is at ``start``."""
     found, number = [], 0
     for segment in segments:
         found.append((segment, number, start))
@@ -239,7 +239,7 @@ class NumberTable(NamedTuple):
     code and of the code before that are the lowest bits of ``row[last] >> last_shift`` and
     ``row[before] >> before_shift``; at the start of a chain a shift of 8 makes them zero. With
     ``t = 2 (code xor before_low) + last_low - (2^(bits + 1) - 1) / 2``, the coefficient is
-    ``t (linear + cubic t^2 + quintic t^4) scale``, where ``scale = 2^((row[scale] - 128) / 8)``.
+    ``t (linear + cubic t^2 + quintic t^4)``, rounded to 1 / GRAIN, times ``2^((row[scale] - 128) / 8)``.
     """
 
     first: Tensor

@@ -48,7 +48,7 @@ def source(query: torch.dtype, tiles: int, paged: bool, capped: bool, shape: Sha
 
 @contextlib.contextmanager
 def _toolkit() -> Iterator[None]:
-    """Give PyTorch some folder of CUDA headers if it has none; the source needs no headers."""
+    """Name some folder to PyTorch where it finds no CUDA toolkit: it asks for one, but the source needs no headers."""
     from torch.utils import cpp_extension
 
     home = cpp_extension.CUDA_HOME

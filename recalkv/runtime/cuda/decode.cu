@@ -93,7 +93,7 @@ __device__ __forceinline__ uint4 load_kept(const uint4* at) {
 }
 __device__ __forceinline__ void prefetch(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// Bits of a value that float16 represents exactly.
+// Float16 bits of a value that float16 represents exactly.
 __device__ constexpr u32 half_bits(double x) {
     int exponent = 15;
     while (x >= 2) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void score_segment(float (&scores)[4][NT][4], const u
     const int c = lane & 3, units = (s.columns + 4 * wide - 1) / (4 * wide);
     uint2 r[Loads<BITS>::count], next[Loads<BITS>::count];
     const u8* last = keys + s.last_row * 16;
-    // Parts take units in turn, starting with a different part in each segment.
+    // Parts take units in turn, starting with the part that follows from the segment's first product.
     int unit = (part - s.product) & (PARTS - 1);
     load_unit<BITS>(r, last, s, unit, c);
     // A chain begins with zeros.
