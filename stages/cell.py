@@ -17,7 +17,7 @@ from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
-# Defaults of parameters that the pipeline's checkpoint may override; a cell uses them unless --set changes them.
+# A cell's defaults for parameters that the pipeline's file may set otherwise; --set overrides them.
 _AS_MEANT: dict[str, Any] = {
     **dict.fromkeys(("joint", "grouping", "allocation", "refit"), "auto"),
     "method": "loss-aware",
@@ -69,7 +69,7 @@ def latent_figures(
 
 
 def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:
-    """Return a cell's parameters: its settings, method defaults, and the file's values for everything else."""
+    """Return a cell's parameters: its settings, the defaults of cells, and the file's values for everything else."""
     given = {name: value for name, value in setting.items() if name in CompressionParams.model_fields}
     return CompressionParams.model_validate(own.model_dump() | _AS_MEANT | given)
 

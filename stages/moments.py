@@ -16,7 +16,7 @@ def moments(run: Stage) -> None:
     """Collect all layers' moments at the attention function, forward and backward over the first windows."""
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
     windows = run.read("sample").get("windows")[: wanted.samples]
-    # On a CPU, 16-bit weights would also round the keys; its matrix products use calibration.precision.
+    # On a CPU, 16-bit weights would also round the keys; matrix products there use calibration.precision.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)

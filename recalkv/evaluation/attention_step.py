@@ -172,7 +172,7 @@ class Step:
         Raises
         ------
         CheckpointError
-            If the output differs from the reference output.
+            If the output differs from the reference output by more than :data:`TOLERANCE`.
         """
         module, device = self.module, self.module.device
         states = self.states[:, -1:].contiguous()

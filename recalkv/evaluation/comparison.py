@@ -135,7 +135,7 @@ def positions_of(folder: Path) -> int:
 
 
 def possible(wanted: Wanted, positions: int, text: int = sys.maxsize) -> Wanted:
-    """Drop lengths that exceed the positions of the model or, for needle prompts, the number of tokens of the text."""
+    """Shorten windows, and drop other lengths, beyond the model's positions or, for needle prompts, the text's end."""
     window, prefill = wanted.evaluation.window, wanted.evaluation.prefill
     if window > positions:
         # Keep the decoded fraction of a window.
@@ -208,7 +208,7 @@ def compare(
 
 
 def _dtypes(folders: Set[Path], precision: str, device: torch.device) -> dict[Path, torch.dtype]:
-    """Return each model's dtype: the evaluation dtype if all fit, else the checkpoint's; refuse weights that do not."""
+    """Return the dtypes: for evaluation if all models fit so, else as stored; refuse weights that fit neither way."""
     own = {folder: checkpoint_dtype(folder) for folder in folders}
     stored = {folder: sum(file.stat().st_size for file in weight_files(folder)) / 2**20 for folder in folders}
     free = available_mib(device)

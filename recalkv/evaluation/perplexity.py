@@ -64,7 +64,7 @@ def window_scores(
     prefill: int | None = None,
     cache: Callable[[], Any] | None = None,
 ) -> Scores:
-    """Return losses and divergence from the dense model of each window; logits exist for 512 tokens at a time.
+    """Return the losses of each window and its divergence from the dense model; logits exist for 512 tokens at a time.
 
     Parameters
     ----------

@@ -162,7 +162,7 @@ def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _q4_0(rotate: bool, head_dim: int) -> CacheQuantizer:
-    """llama.cpp's ``q4_0``: 16 levels per group of 32, code 0 for the largest magnitude; by default rotated."""
+    """llama.cpp's ``q4_0``: 16 levels in groups of 32, code 0 for the largest magnitude; it rotates by default."""
 
     def coded(states: Tensor) -> Tensor:
         groups = states.unflatten(-1, (-1, _GROUP))

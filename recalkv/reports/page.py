@@ -28,7 +28,7 @@ class Facts:
     groupings
         Head groups of each layer.
     allocation
-        Budget and allocated ranks, elements per token.
+        Budget and what the ranks use of it, elements per token.
     metrics, latency, latency_rows, environment, samples
         Outputs of the stages ``evaluate`` and ``latency``.
     comparison

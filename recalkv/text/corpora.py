@@ -28,7 +28,7 @@ from recalkv.text.windows import (
 )
 
 _LONGEST_NAME = 255
-"""Maximum characters of a dataset name or path; a longer string is taken as a text."""
+"""Maximum characters of a dataset name or path; a longer string is taken as a text, and refused."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def given_calibration(
     Raises
     ------
     ParameterError, DataError
-        For invalid settings, or texts that are empty or of the wrong type.
+        For invalid settings, or texts that cannot be loaded, are empty or have the wrong type.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):

@@ -222,7 +222,7 @@ def _equal_parts(count: int, parts: int) -> list[int]:
 
 
 def other_windows(texts: Mapping[str, Tensor], samples: int, length: int, seed: int, window: int, most: int) -> Windows:
-    """Cut windows from the tokens that :func:`windows_of_each` does not use, in equal numbers per text.
+    """Cut windows from the tokens that :func:`windows_of_each` does not use, up to equal numbers per text.
 
     Parameters
     ----------

@@ -141,7 +141,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             common.query_start_loc_cpu[: requests + 1].tolist(),
             common.max_seq_len,
             common.seq_lens[:requests],
-            # Compiled loops read int64; kernels read vLLM's buffer, whose address captured steps replay.
+            # Compiled loops read int64; kernels read vLLM's buffer itself, whose address CUDA graphs record.
             table.long() if table.device.type == "cpu" else table,
             common.slot_mapping[: common.num_actual_tokens],
         )

@@ -19,10 +19,10 @@ from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.steps import ExactStepBuilder
 
 _FOUND_EVERY = 256
-"""Default of ``found_every``, used where vLLM's ``--prefix-cache-retention-interval`` is 0."""
+"""Default of ``found_every``, used where vLLM's ``--prefix-cache-retention-interval`` is 0, its default."""
 
 _BEYOND = 1.03
-"""Maximum size of a block of exact states over a block of rows, which is then padded; a margin to hold more tokens."""
+"""Maximum ratio of a block of exact states to a block of rows, which is then padded; a margin to hold more tokens."""
 
 
 class ExactBackend(AttentionBackend):
