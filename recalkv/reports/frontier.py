@@ -94,13 +94,13 @@ def page(rows: Sequence[Row], setting: str, picture: str) -> str:
     lines: Iterable[str] = [
         "# Quality against size",
         "",
-        "Written by `stages.frontier`; do not edit. Bits count everything that is cached: scales, zero points, and "
-        "tokens that stay in 16 bits, spread over a context of 2,048. KL is the divergence of the next token's "
-        "distribution from the dense model's, nats per token, with its standard error over documents; top-1 the "
-        "fraction of positions where both models rank the same token first; excess the increase of the loss.",
+        "Written by `stages.frontier`; do not edit. Bits count everything that is cached: codes, scales, zero points, "
+        "and tokens kept in 16 bits, amortized over a context of 2,048. KL is the divergence of the next-token "
+        "distribution from the dense model's in nats per token, with its standard error over documents; top-1 is the "
+        "fraction of positions at which both models rank the same token first; excess is the increase of the loss.",
         "",
         f"{setting} `ours-N` are latents of N bits per element (method `loss-aware`), `codec-N` is the codec; "
-        "`embedded` is SmolLM2-135M as a model, and articles of Wikipedia as a text.",
+        "`embedded` is SmolLM2-135M as a model, and Wikipedia articles as a text.",
         "",
         f"![Divergence by bits]({picture})",
         "",

@@ -35,7 +35,7 @@ def grid_page(
             f"# {title}",
             "",
             "Written by `stages.table`; do not edit. Bytes are counted against a dense 16-bit cache, scales included; "
-            "*excess* is the rise of the mean loss over the dense model's on the same windows, with its standard "
+            "*excess* is the increase of the mean loss over the dense model's on the same windows, with its standard "
             "error over documents.",
             "",
             setting,

@@ -38,7 +38,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
         If the cells have different settings, or there are no cells.
     """
     if not cells:
-        raise DataError("there are no cells of hidden numbers; measure some, as by `make suites`.")
+        raise DataError("there are no needle cells; measure some, as by `make suites`.")
     settings = [
         {key: cell[key] for key in ("model", "lengths", "depths")} | {"prompts": len(cell["scores"]["digits"][0])}
         for cell in cells.values()
@@ -46,7 +46,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
     others = [name for name, own in zip(cells, settings, strict=True) if own != settings[0]]
     if others:
         raise DataError(
-            f"cells of hidden numbers are of several models, lengths, depths or prompts: {', '.join(others)} beside "
+            f"needle cells differ in model, lengths, depths or prompts: {', '.join(others)} and "
             f"{next(iter(cells))}; measure all with the same parameters, or remove those of others."
         )
     if earlier.get("setting") != settings[0]:
@@ -92,13 +92,13 @@ def page(found: Mapping[str, Any], wanted: NeedleParams, model: str) -> str:
     """Render the page: one table and the heat maps."""
     return "\n".join(
         [
-            "# Numbers hidden in long texts",
+            "# Needle in a haystack",
             "",
-            "Written by `stages.needle_page`; do not edit. Every prompt hides one number at each depth, and they are "
-            "asked for one at a time at its end, over the cached prompt. *Digits*: teacher-forced top-1 accuracy of "
-            "the digits; *log-probability*: of a digit, nats; *greedy*: digits before the first wrong one, at all "
-            "lengths, which is what greedy decoding gets right. Standard errors are over prompts. Bits count scales; "
-            "tokens that stay in 16 bits are spread over a context of 2,048.",
+            "Written by `stages.needle_page`; do not edit. Each prompt hides one number at each depth; questions at "
+            "its end ask for one number at a time, over the cached prompt. *Digits*: teacher-forced top-1 accuracy of "
+            "the digits; *log-probability*: mean of a digit's, in nats; *greedy*: share of digits before the first "
+            "wrong one, which greedy decoding gets right, over all lengths. Standard errors are over prompts. Bits "
+            "include scales, and tokens kept in 16 bits amortized over a context of 2,048.",
             "",
             f"{model}; {wanted.trials} prompts of each length, {len(wanted.depths)} numbers in each.",
             "",
