@@ -185,7 +185,7 @@ def test_stages_measure_models_and_make_a_page(prepared: Path) -> None:
     cells = {path.stem: json.loads(path.read_text()) for path in Path("data/cells/needle").glob("*.json")}
     assert {row["method"] for row in report(cells, found | {"setting": {}})["rows"]} == {*cells}
     other = {"other": cells["dense"] | {"depths": [0.5]}}
-    raises(DataError, "dense, .* beside other; measure all", report, other | cells)
+    raises(DataError, "dense, .* and other; measure all", report, other | cells)
     # These stages are not part of the default run, whose costs are recorded.
     assert not {"needle", "needle_page"} & set(json.loads(Path("reports/timings.json").read_text()))
 
