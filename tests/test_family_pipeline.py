@@ -10,7 +10,7 @@ from tests.pipeline import STAGES, invoke_in_pipeline
 from tests.quantized import published_experts
 from tests.tiny import dense_model
 
-SDPA, EAGER = "static cache, beside SDPA", "static cache, beside transformers' eager attention"
+SDPA, EAGER = "static cache; dense: SDPA", "static cache; dense: transformers' eager attention"
 
 
 @pytest.mark.parametrize(
