@@ -137,7 +137,7 @@ class CodecParams(_Section):
     """The codec of post-RoPE keys and values, stored beside the dense model."""
 
     bits: float = Field(
-        4, gt=0, le=16, description="mean bits per cached element, scales included; fractions such as 3.5 are allowed"
+        4, gt=0, le=8, description="mean bits per cached element, scales included; fractions such as 3.5 are allowed"
     )
     context: int | None = Field(None, ge=1, description="context length to fit for, tokens; null: the model's maximum")
     samples: int = Field(12, ge=1, description="use only the first N calibration windows; few are enough")

@@ -25,6 +25,7 @@ def test_the_final_number_of_an_answer() -> None:
     assert final_number("6 + 12 = 18, so \\boxed{18}.") == 18
     assert final_number("\\boxed{1} and then \\boxed{\\$1,250.50}") == 1250.5
     assert final_number("She has 5 apples and 3 pears: 8 in all.") == 8 and final_number("It is -7") == -7
+    assert final_number("10-12") == 12
     assert final_number("\\boxed{none} of 12") == 12 and final_number("no number") is None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -288,8 +289,19 @@ def test_a_damaged_codec_is_refused(codec: Codec, tmp_path: Path, damage: Any, m
 
 
 def test_no_codec_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; name the one that `recalkv fit` wrote"):
-        Codec.load(tmp_path / "nowhere")
+    raises(CheckpointError, "nowhere is not a folder; name the one that", Codec.load, tmp_path / "nowhere")
+    raises(CheckpointError, "no/such is neither a folder nor a repository that can be", Codec.load, "no/such")
+
+
+def test_a_codec_is_read_from_the_hub(codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the two files of a side-car are fetched, and its checks are those of a folder."""
+    codec.save(tmp_path)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **given: asked.append((name, given)) or str(tmp_path)
+    )
+    assert Codec.load(Path("owner/codec-4")).layers[0].is_like(codec.layers[0])
+    assert asked == [("owner/codec-4", {"allow_patterns": ["codec.safetensors", "codec.json"]})]
 
 
 # ---- the model that it is bound to
@@ -313,10 +325,10 @@ def test_other_models_have_other_fingerprints(model: Any) -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize("bits", [0, -1, 16.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("bits", [0, -1, 8.5, float("nan"), float("inf")])
 def test_bits_out_of_range(model: Any, tiny_tokenizer: Any, bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 16"):
+    with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 8, the longest code"):
         fitting.fit(model, tiny_tokenizer, ["text " * 400], bits=bits, length=32)
 
 

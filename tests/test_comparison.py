@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
 
 import recalkv
 import recalkv.model.modeling
@@ -266,16 +267,38 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
 
     model, tokenizer = command._open(str(compressed), None, "cpu")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    lengths, answer = [], command._answer
+    lengths, answer = [], command._Session.answer
 
-    def watched(model: Any, tokenizer: Any, inputs: Any, *rest: Any) -> str:
+    def watched(session: Any, inputs: Any) -> str:
         lengths.append(inputs["input_ids"].shape[1])
-        return answer(model, tokenizer, inputs, *rest)
+        return answer(session, inputs)
 
     monkeypatch.setattr(command, "_open", lambda name, codec, device: (model, tokenizer))
-    monkeypatch.setattr(command, "_answer", watched)
-    done("chat", "x", "--tokens", "3", "--temperature", "1", input="the cache\nits keys\n\n")
+    monkeypatch.setattr(command._Session, "answer", watched)
+    output = done("chat", "x", "--tokens", "3", "--temperature", "1", input="the cache\nits keys\n\n")
     assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
+    assert f"[cache of {lengths[0] + 2} tokens: 0.0 MiB, 0.0 of them exact tokens; dense 0.0 MiB]" in output
+
+
+def test_chat_reads_only_what_is_new(compressed: Path) -> None:
+    """A turn reads the tokens after those in the cache, and all of them if earlier turns are rendered differently."""
+    from recalkv.commands.generate import _open, _Session
+
+    model, tokenizer = _open(str(compressed), None, "cpu")
+    read: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True)
+
+    def asked(session: _Session, ids: Tensor) -> str:
+        read.clear()
+        return session.answer(BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
+
+    session, ids = _Session(model, tokenizer, 3, 0.0), windows(1, 40)
+    asked(session, ids)
+    longer = torch.cat([session.ids[None], ids[:, :5]], 1)
+    answer = asked(session, longer)
+    assert read == [6, 1, 1] and answer == asked(_Session(model, tokenizer, 3, 0.0), longer)
+    asked(session, longer.flip(1))
+    assert read[0] == longer.shape[1]
 
 
 def test_checkpoint_folders(tmp_path: Path, compressed: Path) -> None:

@@ -163,6 +163,7 @@ def test_who_waits_is_told(patience: float, monkeypatch: pytest.MonkeyPatch, cap
     from recalkv.runtime.cpu import layer
     from recalkv.trellis import cpu as loops
 
+    loops._say_that_it_compiles.cache_clear()
     monkeypatch.setattr(loops, "_PATIENCE", patience)
     monkeypatch.delattr(cpu, "layer")
     monkeypatch.delitem(sys.modules, layer.__name__)

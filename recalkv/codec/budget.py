@@ -5,8 +5,12 @@ from collections.abc import Callable, Mapping
 from recalkv.codec.moments import LayerMoments
 from recalkv.method.search import largest_ratio
 from recalkv.method.target import Target
+from recalkv.trellis.codes import BITS
 
 _DENSE = 16
+
+MOST_BITS = max(BITS)
+"""Most bits per cached element that a codec can use."""
 
 
 def target_bits(
@@ -36,7 +40,7 @@ def target_bits(
         for index, own in moments.items()
     )
     ratio = target.fixed_ratio(dense / context)
-    return None if ratio is None else _DENSE * (1 - ratio)
+    return None if ratio is None else _bits(ratio)
 
 
 def bits_within(limit: float, predict: Callable[[float], float], measure: Callable[[float], float]) -> float:
@@ -56,4 +60,8 @@ def bits_within(limit: float, predict: Callable[[float], float], measure: Callab
     BudgetError
         If no measured loss is within the limit.
     """
-    return _DENSE * (1 - largest_ratio(lambda r: predict(_DENSE * (1 - r)), lambda r: measure(_DENSE * (1 - r)), limit))
+    return _bits(largest_ratio(lambda ratio: predict(_bits(ratio)), lambda ratio: measure(_bits(ratio)), limit))
+
+
+def _bits(ratio: float) -> float:
+    return min(_DENSE * (1 - ratio), MOST_BITS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recalkv.cache.rotation import random_rotation
+from recalkv.codec.budget import MOST_BITS
 from recalkv.codec.moments import SINKS, LayerMoments, heads_per_code
 from recalkv.codec.sidecar import Code, Codec, LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
@@ -23,14 +24,14 @@ SHRINKAGE = 0.1
 
 
 def check_bits(bits: float) -> None:
-    """Refuse bits per cached element that are not above 0 and at most 16.
+    """Refuse bits per cached element that are not above 0 and at most :data:`MOST_BITS`.
 
     Raises
     ------
     ParameterError
     """
-    if not 0 < bits <= 16:
-        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to 16, the dense cache's.")
+    if not 0 < bits <= MOST_BITS:
+        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to {MOST_BITS}, the longest code.")
 
 
 @dataclass(frozen=True)

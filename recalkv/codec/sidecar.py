@@ -6,6 +6,7 @@ is neither changed nor copied.
 
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recalkv.codec.rope import Rotation
-from recalkv.errors import CheckpointError, ParameterError
+from recalkv.errors import CheckpointError, ParameterError, StoreError, hub_folder_full
 from recalkv.trellis.rows import Segment, checked, pack, row_bytes, unpack
 
 FORMAT = 1
@@ -27,6 +28,8 @@ _MOST_EXACT = 1 << 16
 _TENSORS, _RECORD = "codec.safetensors", "codec.json"
 _FILES = {_TENSORS, _RECORD, "evaluation.md", "evaluation.json"}
 """Files allowed in a side-car's folder, including those that `recalkv eval` writes."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,11 @@ class Codec:
         tokens = self.cached_tokens(context)
         return sum(layer.row_bytes * tokens[index] for index, layer in self.layers.items())
 
+    def dense_elements(self, context: int) -> int:
+        """Return the elements that these layers cache of one sequence without a codec."""
+        tokens = self.cached_tokens(context)
+        return sum(layer.kv_heads * sum(layer.head_dims) * tokens[index] for index, layer in self.layers.items())
+
     def bits_per_element(self, context: int | None = None, exact: bool = True) -> float:
         """Return the bits per cached element of one sequence.
 
@@ -234,13 +242,11 @@ class Codec:
         exact
             Whether exact tokens are counted as well.
         """
-        tokens = self.cached_tokens(context or self.context)
-        elements = {index: layer.kv_heads * sum(layer.head_dims) for index, layer in self.layers.items()}
         # Exact tokens have rows as well, so their bytes are added.
         kept = self.window + self.sinks if exact and context is not None else 0
-        held = sum(16 * elements[index] * min(kept, count) for index, count in tokens.items())
-        rows = 8 * self.sequence_bytes(context or self.context)
-        return (rows + held) / sum(elements[index] * count for index, count in tokens.items())
+        tokens = context or self.context
+        rows = 8 * self.sequence_bytes(tokens)
+        return (rows + 16 * self.dense_elements(min(kept, tokens))) / self.dense_elements(tokens)
 
     def save(self, folder: str | Path) -> None:
         """Write the side-car completely or not at all, replacing an existing one.
@@ -305,16 +311,14 @@ class Codec:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Codec":
-        """Read a side-car.
+        """Read a side-car from its folder, or from a repository of the hub, ``OWNER/NAME``.
 
         Raises
         ------
         CheckpointError
             If it is missing, damaged or of another format.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise CheckpointError(f"codec: {folder} is not a folder; name the one that `recalkv fit` wrote.")
+        folder = Path(folder) if Path(folder).is_dir() else _fetched(str(folder))
         try:
             record = json.loads((folder / _RECORD).read_text())
             tensors = load_file(folder / _TENSORS)
@@ -340,6 +344,24 @@ class Codec:
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"codec: {folder} is damaged ({error!r}); fit the codec again.") from error
+
+
+def _fetched(name: str) -> Path:
+    """Return the folder of a side-car from the hub, which only its two files are read from."""
+    if not _HUB_ID.fullmatch(name):
+        raise CheckpointError(f"codec: {name} is not a folder; name the one that `recalkv fit` wrote.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        with hub_folder_full():
+            return Path(snapshot_download(name, allow_patterns=[_TENSORS, _RECORD]))
+    except StoreError:
+        raise
+    except Exception as error:  # the hub client raises many unrelated types
+        raise CheckpointError(
+            f"codec: {name} is neither a folder nor a repository that can be fetched from the hub "
+            f"({type(error).__name__}); name the folder that `recalkv fit` wrote, or log in with `hf auth login`."
+        ) from error
 
 
 def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequence[Any]]) -> LayerCodec:

@@ -21,7 +21,7 @@ def evaluate(
         str,
         typer.Argument(metavar="MODEL", help="Compressed model, or with --codec the dense one: a folder or a hub id."),
     ],
-    codec: Annotated[Path | None, typer.Option(help="Folder of a codec fitted to this model.")] = None,
+    codec: Annotated[Path | None, typer.Option(help="Codec fitted to this model: a folder or a hub id.")] = None,
     dense: Annotated[str, typer.Option(help="Dense model; default: the one recorded in the checkpoint.")] = "",
     text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from recalkv import __version__
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import ModelUnavailableError
 from recalkv.evaluation.decoding import prompt_contents, time_decoding
@@ -27,7 +29,7 @@ from recalkv.evaluation.live_cache import (
     window_bytes,
 )
 from recalkv.evaluation.perplexity import MeasuredText, measured
-from recalkv.evaluation.resources import available_mib
+from recalkv.evaluation.resources import available_mib, device_name
 from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
 from recalkv.evaluation.timing import Timing
@@ -198,13 +200,13 @@ def compare(
     if isinstance(own, Codec):
         progress("codec")
         last = measure(use_codec(model, own), tokenizer, windows, haystack, wanted, first, progress)
-        return figures(first, last, spec, wanted), spec
+        return figures(first, last, spec, wanted, device), spec
     del model
     model = load_model(folder, device, dtypes[folder])
     choose_kernels(model)
     progress("compressed")
     last = measure(model, tokenizer, windows, haystack, wanted, first, progress)
-    return figures(first, last, spec, wanted) | {"checkpoint": fingerprint(folder)}, spec
+    return figures(first, last, spec, wanted, device) | {"checkpoint": fingerprint(folder)}, spec
 
 
 def _dtypes(folders: Set[Path], precision: str, device: torch.device) -> dict[Path, torch.dtype]:
@@ -279,7 +281,9 @@ def measure(
     return Measured(texts, compared, *cached, model.dtype, parameter_count(model), needle, speed, tasks)
 
 
-def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wanted: Wanted) -> dict[str, Any]:
+def figures(
+    dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wanted: Wanted, device: torch.device
+) -> dict[str, Any]:
     """Return all figures as plain JSON values; those of the first text are under ``perplexity``.
 
     Losses and divergences are nats per token, and bytes are those of a live cache. Accuracies and digits found are
@@ -299,6 +303,13 @@ def figures(dense: Measured, compressed: Measured, spec: LatentSpec | Codec, wan
     found: dict[str, Any] = {
         "text": first,
         "dtype": str(compressed.dtype).removeprefix("torch."),
+        "environment": {
+            "recalkv": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": device_name(device),
+            "threads": torch.get_num_threads(),
+        },
         "decoded_tokens_per_window": max(0, length - (wanted.evaluation.prefill or length)),
         "perplexity": compressed.against[first],
         "further_texts": {name: compressed.against[name] for name in others},

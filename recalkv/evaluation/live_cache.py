@@ -95,6 +95,13 @@ def _is_coded(layer: Any) -> bool:
     return hasattr(layer, "codec")
 
 
+def held_bytes(cache: Any) -> float:
+    """Return the bytes of the keys, values, rows, exact tokens and states in a live cache of one sequence."""
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values", "recent")]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) + state_bytes(cache)
+
+
 def window_bytes(cache: Any) -> float:
     """Return the bytes per sequence of exact latents or tokens beside the rows of a live cache, over all layers."""
     tensors = [layer.values if _is_coded(layer) else getattr(layer, "recent", None) for layer in cache.layers]

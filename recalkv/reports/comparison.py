@@ -9,7 +9,7 @@ from recalkv.codec.sidecar import Codec
 from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.params import public_name
-from recalkv.reports.tables import STATES, counted_in, markdown
+from recalkv.reports.tables import STATES, counted_in, made_with, markdown
 from recalkv.store.folders import write_whole
 
 FIGURES = "evaluation.json"
@@ -153,7 +153,8 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
         lines += [_tasks(figures["tasks"]), ""]
     if figures["decode_tokens_per_second"]:
         lines += [_speed(figures["decode_tokens_per_second"]), "", "Median and quartiles, one sequence.", ""]
-    return "\n".join(lines)
+    lines += [f"Measured by {made_with(figures['environment'])}."]
+    return "\n".join([*lines, ""])
 
 
 def _needle(found: Mapping[str, Any]) -> str:

@@ -107,6 +107,13 @@ def methods(comparison: Mapping[str, Any]) -> str:
     return markdown(head, lines)
 
 
+def made_with(environment: Mapping[str, Any]) -> str:
+    """Describe the versions and the machine of an evaluation."""
+    versions = ", ".join(f"{name} `{environment[name]}`" for name in ("recalkv", "torch", "transformers"))
+    threads = f", {environment['threads']} threads" if environment["device"].startswith("CPU") else ""
+    return f"{versions} on {environment['device']}{threads}"
+
+
 def setting(environment: Mapping[str, str], metrics: Mapping[str, Any]) -> str:
     """Describe the texts and the machine that the default run was measured on."""
     text = metrics["perplexity"]

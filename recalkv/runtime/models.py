@@ -49,7 +49,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     model
         A transformers decoder; adapters and quantized weights are allowed.
     codec
-        A codec, or the folder of its side-car.
+        A codec, or the folder or hub id of its side-car.
     check
         Whether to refuse a codec that was fitted to another model.
 

@@ -71,7 +71,7 @@ class ServedModel:
     Parameters
     ----------
     folder
-        Folder of the side-car.
+        Folder of the side-car, or its id on the hub.
     config
         vLLM's configuration for the model.
 

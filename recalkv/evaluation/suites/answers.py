@@ -34,7 +34,7 @@ _COLUMNS = {
     "multi_news": ("context", "answers"),
     "ruler": ("input", "outputs", "gen_prefix", "task", "max_length"),
 }
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 
 
 class Prompt(NamedTuple):

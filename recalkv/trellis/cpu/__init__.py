@@ -21,10 +21,7 @@ _PATIENCE = 4.0
 @functools.cache
 def compiled(module: str) -> Any:
     """Import a module of compiled loops; None without Numba, or without a writable folder for its cache."""
-    notice = threading.Timer(
-        _PATIENCE, print, ["recalkv: compiling loops for this processor; up to a minute, once"],
-        {"file": sys.stderr, "flush": True},
-    )  # fmt: skip
+    notice = threading.Timer(_PATIENCE, _say_that_it_compiles)
     notice.daemon = True
     notice.start()
     try:
@@ -38,6 +35,11 @@ def compiled(module: str) -> Any:
         return None
     finally:
         notice.cancel()
+
+
+@functools.cache
+def _say_that_it_compiles() -> None:
+    print("recalkv: compiling loops for this processor; up to a minute, once", file=sys.stderr, flush=True)
 
 
 def serves(tensor: Tensor) -> bool:
