@@ -59,19 +59,21 @@ def _merged(earlier: Any, own: Any) -> Any:
 
 
 def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return an earlier run's answers, without suites in which the dense model's scores have changed since."""
-    return {
-        model: {
-            suite: caches
-            for suite, caches in suites.items()
-            if _scores(caches) == _scores(own.get(model, {}).get(suite, caches))
-        }
-        for model, suites in earlier.items()
-    }
+    """Return an earlier run's answers, without those whose dense model scores differently now in the same place."""
 
+    def stale(dense: dict[str, Any], task: str, record: dict[str, Any], now: dict[str, Any]) -> bool:
+        again = now.get(task, record)
+        return again["ran"] == record["paired"] and any(again[key] != dense[task][key] for key in ("items", "score"))
 
-def _scores(caches: dict[str, Any]) -> dict[str, Any]:
-    return {task: (each["items"], each["score"]) for task, each in caches["dense"].items()}
+    kept: dict[str, Any] = {}
+    for model, suites in earlier.items():
+        for suite, caches in suites.items():
+            now = own.get(model, {}).get(suite, {}).get("dense", {})
+            for name, tasks in caches.items():
+                fresh = {task: each for task, each in tasks.items() if not stale(caches["dense"], task, each, now)}
+                if fresh:
+                    kept.setdefault(model, {}).setdefault(suite, {})[name] = fresh
+    return kept
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:
@@ -155,6 +157,7 @@ def compared(answers: dict[str, Any]) -> dict[str, Any]:
                 "difference": float(gaps.mean()),
                 "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else 0.0,
                 "ran": own["ran"],
+                "paired": dense["ran"],
                 "length": own.get("length"),
                 "same": sum(text == other for text, other in pairs) / len(pairs) if pairs else None,
             }

@@ -327,7 +327,9 @@ def test_training_goes_on_behind_it() -> None:
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in dense().named_parameters()}
     assert set(model.state_dict()) == set(dense().state_dict())
     in_chunks(model, ids, STEPS)
-    stop_codec(model).train()
+    with torch.no_grad():
+        assert isinstance(model.train()(ids).past_key_values.layers[0], CodecLayer)
+    stop_codec(model)
     rate, losses = torch.optim.SGD(model.parameters(), 0.1), []
     for _ in range(2):
         rate.zero_grad()

@@ -101,7 +101,7 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     report["models"]["other"] = report["models"]["tiny"] | {"hidden": 1}
     report["models"]["tiny"]["rows"].append(report["models"]["tiny"]["rows"][0] | {"method": "codec-2"})
     report["calibrations"]["tiny"]["4 windows"] = report["calibrations"]["tiny"]["2 windows"]
-    # Differences from other scores of the dense model are not kept.
+    # Differences are not kept if the dense model scores differently in the same place, and are if it ran elsewhere.
     answers = Path("data/cells/answers/tiny/gsm8k")
     answers.mkdir(parents=True)
     (answers / "dense.json").write_text(json.dumps({"scores": {"gsm8k": [1.0]}, "texts": {}, "ran": "here"}))
@@ -109,6 +109,7 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     own = json.loads(Path("reports/models.json").read_text())["answers"]["tiny"]["gsm8k"]
     assert set(own) == {"dense"} and own["dense"]["gsm8k"]["error"] == 0
     other = {"dense": {"gsm8k": own["dense"]["gsm8k"] | {"score": 0.5}}, "codec-4": own["dense"]}
+    other["int4"] = {"gsm8k": own["dense"]["gsm8k"] | {"ran": "there", "paired": "there"}}
     report["answers"] = {"tiny": {"gsm8k": other, "ruler": own | {"codec-4": own["dense"]}}}
     Path("reports/models.json").write_text(json.dumps(report))
     assert invoke("models_page") == 0
@@ -116,7 +117,8 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     assert list(merged["models"]) == ["other", "tiny"]
     assert {row["method"] for row in merged["models"]["tiny"]["rows"]} == {*bits, "codec-2"}
     kept = {suite: set(each) for suite, each in merged["answers"]["tiny"].items()}
-    assert kept == {"gsm8k": {"dense"}, "ruler": {"dense", "codec-4"}}
+    assert kept == {"gsm8k": {"dense", "int4"}, "ruler": {"dense", "codec-4"}}
+    assert "int4: there; dense: here." in Path("reports/models.md").read_text()
     assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}
     assert "## other" in Path("reports/models.md").read_text()
 

@@ -180,20 +180,33 @@ def _answers(cells: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]])
     what = (
         "Greedy answers with the chat template, decoded token by token through the cache: the dense model's score, and "
         "paired differences from it in points, with standard errors; in brackets the share of answers identical to the "
-        "dense model's, and the number of items if fewer. If a cache ran in another dtype or on another device than "
-        "the dense model, its difference includes that."
+        "dense model's, and the number of items if fewer. Differences are from a dense model of the same dtype on "
+        "the same device unless the line below a table says otherwise, even where the dense score is of another run."
     )
     return _section("Tasks", what, *found)
 
 
 def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """Return a sentence on the dtype and device of each method, and on the length limit of prompts."""
-    where: dict[str, list[str]] = {}
+    where: dict[str, dict[str, list[str]]] = {}
     for name, tasks in methods.items():
-        where.setdefault(next(iter(tasks.values()))["ran"], []).append(name)
-    devices = "; ".join(f"{', '.join(names)}: {ran}" for ran, names in where.items()) + "."
+        for task, own in tasks.items():
+            ran = own["ran"] + (f" (dense: {own['paired']})" if own["paired"] != own["ran"] else "")
+            where.setdefault(ran, {}).setdefault(name, []).append(task)
+    devices = (
+        "; ".join(
+            f"{', '.join(name + _of(tasks, methods[name]) for name, tasks in names.items())}: {ran}"
+            for ran, names in where.items()
+        )
+        + "."
+    )
     length = next(iter(methods["dense"].values())).get("length")
     return devices + (f" Prompts are truncated in the middle to {length:,} tokens." if length else "")
+
+
+def _of(tasks: Sequence[str], ran: Mapping[str, Any]) -> str:
+    """Name the tasks of a run if they are not all that a cache ran."""
+    return "" if len(tasks) == len(ran) else f" on {' and '.join(task.replace(', ', ' of ') for task in tasks)}"
 
 
 def _gap(own: Mapping[str, Any] | None, dense: Mapping[str, Any]) -> str:

@@ -277,7 +277,8 @@ class _CacheHook:
         positions = kwargs.get("position_ids")
         wanted = kwargs.get("use_cache")
         if wanted is None:
-            wanted = getattr(model.config.get_text_config(decoder=True), "use_cache", False) and not module.training
+            wanted = getattr(model.config.get_text_config(decoder=True), "use_cache", False)
+            wanted = wanted and not (module.training and torch.is_grad_enabled())
         if cache is None and wanted:
             cache = DynamicCache(config=model.config)
         if cache is not None:
