@@ -86,7 +86,7 @@ def preset(
 @app.command()
 def families() -> None:
     """List the models that `compress` supports, and why others are refused."""
-    from recalkv.model.family import known_families
+    from recalkv.model.families import known_families
 
     for name, reason in known_families().items():
         print(f"{name}: {'supported' if reason is None else f'refused, as it {reason}'}")

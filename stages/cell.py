@@ -10,9 +10,9 @@ import yaml
 from recalkv.compression import Statistics, assemble, compress_layers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.method.methods import resolve_method
-from recalkv.model.families import layer_windows
 from recalkv.model.sizes import layer_bytes
 from recalkv.model.spec import DENSE_BITS, LatentSpec
+from recalkv.model.support import layer_windows
 from recalkv.params import CompressionParams
 from stages.common import Stage, stage, write_json
 from stages.stored import Stored

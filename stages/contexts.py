@@ -14,8 +14,8 @@ from recalkv.errors import ParameterError
 from recalkv.evaluation.perplexity import divergences
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import quantizer
-from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
+from recalkv.model.support import check_supported
 from recalkv.runtime.models import stop_codec, use_codec
 from recalkv.text.corpora import main_documents
 from recalkv.text.windows import joined_tokens

@@ -10,9 +10,9 @@ import recalkv
 from recalkv.errors import ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
-from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
 from recalkv.model.spec import DENSE_BITS
+from recalkv.model.support import check_supported
 from recalkv.runtime.models import use_codec
 from recalkv.store.stores import digest_of, source_digest
 from stages.cell import latent_model

@@ -9,8 +9,8 @@ import typer
 from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, quantizer
 from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.kernels.decoder import choose_kernels
-from recalkv.model.families import check_supported
 from recalkv.model.spec import DENSE_BITS, LatentSpec
+from recalkv.model.support import check_supported
 from recalkv.runtime.models import codec_of
 from recalkv.text.corpora import check_length, main_documents
 from recalkv.text.windows import joined_tokens

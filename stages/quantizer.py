@@ -10,8 +10,8 @@ from recalkv.evaluation import quantizers
 from recalkv.evaluation.perplexity import MeasuredText, cell_figures
 from recalkv.evaluation.quantized_cache import quantized_cache
 from recalkv.evaluation.quantizers import CONTEXTS, QUANTIZERS, CacheQuantizer
-from recalkv.model.families import check_supported
 from recalkv.model.loading import load_model
+from recalkv.model.support import check_supported
 from stages.common import Stage, stage, write_json
 
 

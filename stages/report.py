@@ -6,8 +6,8 @@ from typing import Any
 
 import typer
 
-from recalkv.model.families import layer_windows
 from recalkv.model.sizes import layer_bytes
+from recalkv.model.support import layer_windows
 from recalkv.reports import plots
 from recalkv.reports.page import Facts, page
 from recalkv.reports.paper import paper_rows

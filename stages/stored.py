@@ -11,8 +11,8 @@ from recalkv.method.grouping import HeadGrouping
 from recalkv.method.methods import Method, resolve_method
 from recalkv.method.problem import LayerProblem, LayerStatistics
 from recalkv.method.refit import LayerRefit
-from recalkv.model.families import group_sizes
 from recalkv.model.spec import LayerSpec
+from recalkv.model.support import group_sizes
 from recalkv.statistics.fisher import FisherScores
 from recalkv.statistics.whitening import InputMoments
 from recalkv.store.factors import get_factors

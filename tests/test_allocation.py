@@ -9,8 +9,8 @@ from recalkv.errors import BudgetError
 from recalkv.method.allocation import allocate, predicted_loss
 from recalkv.method.bits import mixed_bits
 from recalkv.method.ranks import water_filling
-from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import LayerSpec
+from recalkv.model.support import AttentionGeometry
 from recalkv.statistics.fisher import FisherScores
 from recalkv.trellis.rows import Segment
 from tests.steps import method_of

@@ -19,8 +19,8 @@ from recalkv.errors import CheckpointError, UnsupportedModelError
 from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
 from recalkv.model import family
 from recalkv.model.export import build_model
-from recalkv.model.families import AttentionGeometry, check_supported
 from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.model.support import AttentionGeometry, check_supported
 from recalkv.model.values import MAX_EXPLICIT_QUERIES, absorbed_output, decode_query_limit
 from tests import raises
 from tests.characters import Characters

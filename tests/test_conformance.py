@@ -27,7 +27,7 @@ from recalkv.errors import ParameterError
 from recalkv.kernels.decoder import use_kernels
 from recalkv.kernels.plan import MAX_ROWS
 from recalkv.model import residual_window
-from recalkv.model.family import FAMILIES as DESCRIPTIONS
+from recalkv.model.families import FAMILIES as DESCRIPTIONS
 from recalkv.model.spec import LatentSpec
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from tests import tiny

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from recalkv.method.fusion import fuse_layer, fused_attention_tensors
 from recalkv.method.lowrank import LowRank
 from recalkv.method.refit import LayerRefit
-from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import LayerSpec
+from recalkv.model.support import AttentionGeometry
 
 GEOMETRY = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1)
 PERMUTATION = [2, 0, 1]

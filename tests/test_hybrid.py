@@ -18,9 +18,9 @@ from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import quantizer
 from recalkv.method.fusion import fuse_layer, stored_latents
 from recalkv.model.export import compressed_config, decoder_layers, save_checkpoint
-from recalkv.model.families import check_supported
 from recalkv.model.layers import CheckpointSource
 from recalkv.model.spec import LatentSpec
+from recalkv.model.support import check_supported
 from tests import raises
 from tests.tiny import SIZES, attending_layers, calibration, compressed_pair, dense_model, plain, windows
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from recalkv.errors import ParameterError
 from recalkv.kernels.plan import cover_rank, value_blocks
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import group_sizes
+from recalkv.model.support import group_sizes
 from tests import raises, tiny
 
 pytest.importorskip("triton", reason="triton is not installed")

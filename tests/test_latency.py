@@ -14,9 +14,9 @@ from recalkv.evaluation.decoding import CACHES, check_same, largest, prompt_cont
 from recalkv.evaluation.latency import check_contexts
 from recalkv.evaluation.timing import environment
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import AttentionGeometry, layer_attention_types
-from recalkv.model.family import family_of
+from recalkv.model.families import family_of
 from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.model.support import AttentionGeometry, layer_attention_types
 from recalkv.reports.latency import latency_section
 from tests import raises, tiny
 from tests.pipeline import invoke

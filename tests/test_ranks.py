@@ -8,7 +8,7 @@ import pytest
 
 from recalkv.errors import BudgetError, NonFiniteError, ParameterError
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_ratio, proportional_shares, water_filling
-from recalkv.model.families import group_sizes
+from recalkv.model.support import group_sizes
 from tests import raises
 
 RATIOS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95)

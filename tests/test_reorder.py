@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recalkv.method.reorder import greedy_groups, neighbor_groups
-from recalkv.model.families import group_sizes
+from recalkv.model.support import group_sizes
 
 GEOMETRIES = [(heads, size) for heads in range(1, 13) for size in range(1, heads + 1)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from recalkv.errors import CheckpointError
-from recalkv.model.families import AttentionGeometry
 from recalkv.model.spec import FORMAT_VERSION, LatentSpec, LayerSpec
+from recalkv.model.support import AttentionGeometry
 from tests import raises
 
 # Three KV heads of size 8: key groups of 2 and 1 heads, one value group.

@@ -15,8 +15,8 @@ from recalkv.compression import CompressedLayers, Statistics, collect_statistics
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import in_model_order
 from recalkv.method.svd import group_columns
-from recalkv.model.families import attention_layers
 from recalkv.model.layers import ModuleSource
+from recalkv.model.support import attention_layers
 from recalkv.model.values import MAX_EXPLICIT_QUERIES
 from recalkv.params import CalibrationParams, CompressionParams
 

@@ -22,7 +22,7 @@ from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.evaluation.timing import time_calls
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.support import AttentionGeometry
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.runtime.row_attention import attend_rows
 from recalkv.trellis.rows import TILE, Segment, pack, tiled

@@ -22,7 +22,7 @@ from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import LAYOUTS, dense_model, filled, latent_model
 from recalkv.evaluation.timing import cold_copies, time_calls
 from recalkv.kernels.decoder import decoder_of, use_kernels
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.support import AttentionGeometry
 
 GEOMETRY, CONTEXTS = "llama-2-7b", (4096, 16384, 65536)
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recalkv.model.families import FAMILIES, group_sizes
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.sizes import ModelSizes
 from recalkv.model.spec import LatentSpec, LayerSpec, check_ratio
+from recalkv.model.support import FAMILIES, group_sizes
 
 
 def random_dense(

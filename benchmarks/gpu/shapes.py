@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.gpu.random_models import random_dense, random_latent
 from benchmarks.gpu.runner import Setting
 from recalkv.evaluation.step_caches import FullCache
-from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import KNOWN, ModelSizes
+from recalkv.model.support import AttentionGeometry
 
 GEOMETRIES = {"llama-2-7b": KNOWN["llama-2-7b"], "llama-3.1-8b": KNOWN["llama-3.1-8b"]}
 _CODED_ONLY = {

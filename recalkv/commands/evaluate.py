@@ -91,7 +91,7 @@ def evaluate(
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
     """Return the folders of the compressed and the dense model; with a codec, both are the folder of MODEL."""
-    from recalkv.model.family import text_config
+    from recalkv.model.families import text_config
     from recalkv.model.modeling import register
     from recalkv.model.source import checkpoint_folder, load_config, resolve_model
     from recalkv.model.spec import LatentSpec

@@ -20,10 +20,10 @@ from recalkv.errors import CheckpointError
 from recalkv.evaluation.float64_attention import float64_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
 from recalkv.evaluation.timing import Timing, cold_copies, time_calls
-from recalkv.model.families import attention_layers, layer_attention_types
-from recalkv.model.family import family_of
+from recalkv.model.families import family_of
 from recalkv.model.rotary import SlotRotary, layer_slots
 from recalkv.model.spec import LatentSpec
+from recalkv.model.support import attention_layers, layer_attention_types
 
 BASELINES = {"eager": "transformers' eager attention", "sdpa": "SDPA"}
 """Baselines of compressed steps, by metric name; SDPA wherever it supports the softmax of the model family."""

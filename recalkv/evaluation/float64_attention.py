@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import AttentionGeometry, head_order
-from recalkv.model.family import Family, family_of
+from recalkv.model.families import Family, family_of
 from recalkv.model.rotary import SlotRotary
+from recalkv.model.support import AttentionGeometry, head_order
 
 
 def float64_output(

@@ -26,10 +26,10 @@ from recalkv.evaluation.decoding import CACHES, check_same, prompt_contents, tim
 from recalkv.evaluation.resources import allocated_mib, forget_peak, peak_device_mib
 from recalkv.evaluation.timing import Timing, environment
 from recalkv.kernels.decoder import choose_kernels, decoder_of, why_not
-from recalkv.model.families import layer_attention_types
 from recalkv.model.loading import load_model
 from recalkv.model.source import checkpoint_dtype
 from recalkv.model.spec import LatentSpec
+from recalkv.model.support import layer_attention_types
 from recalkv.params import LatencyParams
 
 ROUNDS = 3

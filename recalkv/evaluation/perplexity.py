@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from recalkv.errors import NonFiniteError, UnsupportedModelError
-from recalkv.model.family import is_described, logits_of
+from recalkv.model.families import is_described, logits_of
 from recalkv.model.precision import evaluation_precision
 from recalkv.params import EvaluationParams
 from recalkv.text.windows import Windows

@@ -9,8 +9,8 @@ from recalkv.errors import BudgetError
 from recalkv.method.bits import check_mixed, energy_left, equal_bits_elements, mixed_bits
 from recalkv.method.methods import Method
 from recalkv.method.ranks import Allocation, Projection, allocate_ranks, check_minimum, water_filling
-from recalkv.model.families import AttentionGeometry, group_sizes
 from recalkv.model.spec import LayerSpec
+from recalkv.model.support import AttentionGeometry, group_sizes
 from recalkv.statistics.fisher import FisherScores
 from recalkv.trellis.rows import BLOCK, Segment
 

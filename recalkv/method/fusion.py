@@ -16,9 +16,9 @@ from torch import Tensor
 from recalkv.method.lowrank import LowRank
 from recalkv.method.methods import resolve_method
 from recalkv.method.refit import LayerRefit
-from recalkv.model.families import AttentionGeometry, head_order
 from recalkv.model.layers import LayerSource
 from recalkv.model.spec import LatentSpec, LayerSpec
+from recalkv.model.support import AttentionGeometry, head_order
 from recalkv.params import CalibrationParams, CompressionParams, public_name
 
 _CALIBRATION = {"text", "split", "samples", "length", "seed", "precision"}

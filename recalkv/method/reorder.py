@@ -6,7 +6,7 @@ The grouping becomes a permutation of the KV heads that is folded into the weigh
 
 from torch import Tensor
 
-from recalkv.model.families import group_sizes
+from recalkv.model.support import group_sizes
 
 
 def neighbor_groups(kv_heads: int, group_size: int) -> list[list[int]]:

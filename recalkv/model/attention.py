@@ -15,13 +15,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.residual_window import remember
-from recalkv.model.families import attention_layers, layer_attention_types
-from recalkv.model.family import family_of
+from recalkv.model.families import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
 from recalkv.model.reconstruction import Reconstruction
 from recalkv.model.residual_window import blocks, overlaid, readable
 from recalkv.model.rotary import SlotRotary, rotated
 from recalkv.model.spec import LatentSpec
+from recalkv.model.support import attention_layers, layer_attention_types
 from recalkv.model.values import (
     MAX_EXPLICIT_QUERIES,
     absorbed_output,

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from recalkv.model.card import CARD, model_card
-from recalkv.model.families import attention_layers
-from recalkv.model.family import family_of
+from recalkv.model.families import family_of
 from recalkv.model.layers import LayerSource
 from recalkv.model.modeling import CONFIG_CLASSES, MODEL_CLASSES
 from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import stored_weights
+from recalkv.model.support import attention_layers
 from recalkv.model.tensor_names import TensorNames
 
 

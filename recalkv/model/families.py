@@ -1,264 +1,307 @@
-"""Supported architectures, and the attention geometry read from their configs.
+"""One description per model family: how its attention differs from LLaMA's. Everything else follows from it.
 
-Support is decided by the config, never by the name of a path. Anything that would make the compressed model differ
-from the dense one (length-dependent RoPE scalings) is refused here. :mod:`recalkv.model.family` describes the families.
+Calibration, compression and the compressed model classes read these descriptions; what is not replaced (scale, norms
+of queries and keys, window) is read from the modules of transformers. ``recalkv families`` prints the registry.
 """
 
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from recalkv.errors import UnsupportedModelError
-from recalkv.model.family import FAMILIES, LATENT, LINEAR, PREFIX, REFUSED, UNDESCRIBED, family_of
+import torch
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Their frequencies are fixed at load time, so rotations depend only on distance and cache slots can serve as
-# positions exactly. "dynamic" and "longrope" change the frequencies with the sequence length.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+PREFIX = "recalkv_"
+"""Prefix of a compressed model's ``model_type``, followed by that of the dense model."""
 
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-# Families whose configs set sliding_window without layer_types.
-_SLIDE_BY_CONFIG = {"mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"}
-_WEIGHT_TYPES = ("float64", "float32", "float16", "bfloat16")
-IGNORED_BUFFERS = ("rotary_emb.inv_freq",)
-"""Buffers stored in early checkpoints although the config determines them."""
+LATENT = "caches latents already (multi-head latent attention)"
+LINEAR = "has layers that keep a state instead of keys and values, of a kind that is not described"
+_STATES_ALONE = "keeps no keys and values in any layer"
+_SHARED = "shares keys and values between layers"
+_CHUNKED = "attends in chunks in some layers, and normalizes keys after RoPE"
+_NORMED_LAST = "normalizes keys after RoPE"
+_MULTIROPE = "turns keys by several positions per token (multimodal RoPE)"
 
-_UNPACKED_ON_LOADING = ("gguf",)
-"""Quantization methods that a config may still name after transformers dequantized its weights; only tensors tell."""
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
+            "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "longcat_flash", "minicpm3",
+            "mistral4", "youtu",
+        ],
+        LATENT,
+    ),
+    **dict.fromkeys(
+        [
+            "bamba", "falcon_h1", "inkling_text", "inkling2_text", "jamba", "lfm2", "lfm2_moe", "lfm3", "minimax",
+            "nemotron_h", "olmo_hybrid", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2",
+        ],
+        LINEAR,
+    ),
+    **dict.fromkeys(["falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"], _STATES_ALONE),
+    **dict.fromkeys(["gemma3n_text", "gemma4_text"], _SHARED),
+    "llama4_text": _CHUNKED,
+    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe"], _NORMED_LAST),
+    **dict.fromkeys(["qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"], _MULTIROPE),
+}  # fmt: skip
+"""Families known to be incompressible, with the reason."""
 
-DEQUANTIZE = (
-    "dequantize them first: load the model with transformers, call `model = model.dequantize()` and `save_pretrained`, "
-    "or use the checkpoint that was quantized."
-)
+UNDESCRIBED = "has no description in recalkv/model/families.py"
+"""Reason for refusing any other family."""
+
+
+def _one(config: Any) -> float:
+    return 1.0
+
+
+def _nothing(config: Any) -> None:
+    return None
 
 
 @dataclass(frozen=True)
-class AttentionGeometry:
-    """Attention sizes of one model, in the notation of the paper.
+class Family:
+    """How one family differs from LLaMA.
 
     Attributes
     ----------
-    hidden
-        Hidden size ``m``.
-    heads, kv_heads
-        Query heads ``h`` and KV heads ``h_kv``.
-    head_dim
-        Head dimension ``d_h``.
-    layers
-        Number of decoder layers that cache keys and values.
+    model_type
+        Name of the dense family in transformers.
+    input_norm
+        Name of the layer's norm whose output the projections read; None if they read the residual stream.
+    post_norm
+        Whether there is a norm between the output projection and the residual stream.
+    residual_scale, embedding_scale, logit_scale
+        Functions of the config: factors of the attention output before the residual add, of embeddings and of logits.
+    logit_softcap, score_softcap
+        Functions of the config: c if logits, or scores, are soft-capped as ``c tanh(x / c)``, else None.
+    fused
+        Name of the fused projection, whose rows are those of queries, keys and values in this order.
+    partial
+        Whether RoPE may rotate only the first dimensions of a head (``partial_rotary_factor``).
+    interleaved
+        Whether RoPE pairs neighboring dimensions instead of dimensions of the two halves.
+    rope_layers
+        Function of the config: whether each layer has RoPE; None if all layers have.
     sinks
-        Whether the softmax has sinks, so that its weights do not sum to 1.
+        Whether softmax has a learned sink per query head, so that weights do not sum to 1.
     gated
-        Whether a gate multiplies the attention output before the output projection.
-    others
-        Number of the other decoder layers.
+        Whether the query projection holds, for each head, the rows of its queries followed by those of a gate, whose
+        sigmoid multiplies the attention output before the output projection.
+    stateful
+        Layer types, as named in transformers, that keep a state of fixed size instead of keys and values; compression
+        leaves them unchanged.
+    norm_offset
+        Offset added to the weight of the norms of queries and keys.
+    query_scale
+        Function of the config and positions (batch, tokens): factor of queries, same shape; None if there is none.
+    longrope
+        Whether transformers recomputes a sequence that outgrows the short frequencies of ``longrope``.
     """
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
+    model_type: str
+    input_norm: str | None = "input_layernorm"
+    post_norm: bool = False
+    residual_scale: Callable[[Any], float] = _one
+    embedding_scale: Callable[[Any], float] = _one
+    logit_scale: Callable[[Any], float] = _one
+    logit_softcap: Callable[[Any], float | None] = _nothing
+    score_softcap: Callable[[Any], float | None] = _nothing
+    fused: str | None = None
+    partial: bool = False
+    interleaved: bool = False
+    rope_layers: Callable[[Any], list[Any] | None] = _nothing
     sinks: bool = False
     gated: bool = False
-    others: int = 0
+    stateful: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    query_scale: Callable[[Any, Tensor], Tensor] | None = None
+    longrope: bool = False
 
     @property
-    def values_pass(self) -> bool:
-        """Whether a constant term of all values reaches the output projection unchanged."""
-        return not (self.sinks or self.gated)
+    def config_class(self) -> Any:
+        """Config class in transformers."""
+        return CONFIG_MAPPING[self.model_type]
 
     @property
-    def kv_width(self) -> int:
-        """Width ``n = h_kv * d_h`` of the key (and of the value) projection."""
-        return self.kv_heads * self.head_dim
+    def model_class(self) -> Any:
+        """Causal language model class in transformers."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
 
     @property
-    def queries_per_kv(self) -> int:
-        """Query heads served by one KV head."""
-        return self.heads // self.kv_heads
+    def name(self) -> str:
+        """Prefix of the class names in transformers, such as ``Llama``."""
+        return str(self.model_class.__name__.removesuffix("ForCausalLM"))
 
     @property
-    def dense_elements_per_token(self) -> int:
-        """Elements that the dense model caches per token: keys and values of every layer."""
-        return 2 * self.layers * self.kv_width
+    def module(self) -> Any:
+        """Python module of the classes in transformers."""
+        return sys.modules[self.model_class.__module__]
 
-    @classmethod
-    def from_config(cls, config: Any) -> "AttentionGeometry":
-        """Read the sizes from a Hugging Face config."""
-        heads, layers = config.num_attention_heads, len(attention_layers(config))
-        family = FAMILIES.get(str(getattr(config, "model_type", None)).removeprefix(PREFIX))
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(
-            hidden=config.hidden_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=head_dim,
-            layers=layers,
-            sinks=family is not None and family.sinks,
-            gated=family is not None and family.gated,
-            others=config.num_hidden_layers - layers,
-        )
+    @property
+    def attention_implementation(self) -> str:
+        """Attention function in transformers; SDPA supports neither soft-capping nor sinks, whatever a class claims."""
+        plain = self.score_softcap is _nothing and not self.sinks
+        return "sdpa" if plain and self.model_class._supports_sdpa else "eager"
+
+    def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return logits from products with the output head, and their derivative with respect to the products."""
+        scale, cap = self.logit_scale(config), self.logit_softcap(config)
+        if scale != 1.0:
+            products = products * scale
+        if cap is None:
+            return products, scale
+        shares = (products / cap).tanh()
+        return cap * shares, scale * (1 - shares.square())
+
+    def rotary(self, config: Any) -> nn.Module | None:
+        """Build the rotary module of transformers; None if no layer has RoPE."""
+        rope_layers = self.rope_layers(config)
+        if rope_layers is not None and not any(rope_layers):
+            return None
+        module: nn.Module = getattr(self.module, f"{self.name}RotaryEmbedding")(config)
+        return module
+
+    def attention(self, config: Any, layer: int) -> nn.Module:
+        """Build a layer's attention of transformers on the meta device, to read off what is not replaced."""
+        with torch.device("meta"):
+            module: nn.Module = getattr(self.module, f"{self.name}Attention")(config, layer)
+        return module
 
 
-def check_supported(config: Any) -> AttentionGeometry:
-    """Return the attention geometry of a supported dense model's config.
+def _llama4_query_scale(config: Any, positions: Tensor) -> Tensor:
+    rope = config.rope_parameters
+    blocks = torch.floor(positions / rope["original_max_position_embeddings"])
+    return 1 + rope["llama_4_scaling_beta"] * torch.log(1 + blocks)
 
-    Raises
-    ------
-    UnsupportedModelError
-        For another family, layers without causal softmax attention, or a RoPE scaling whose frequencies depend on the
-        length.
+
+def _where_it_slides(config: Any) -> list[bool] | None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return sliding if config.sliding_window is not None else None
+
+
+def _where_positions_are_rope(config: Any) -> list[bool] | None:
+    return None if config.position_embedding_type == "rope" else [False] * len(config.layer_types)
+
+
+def _inverse_logits_scaling(config: Any) -> float:
+    return 1 / float(config.logits_scaling)
+
+
+def _root_of_width(config: Any) -> float:
+    return float(config.hidden_size**0.5)
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family("seed_oss"),
+        Family("ministral"),
+        Family("smollm3", rope_layers=attrgetter("no_rope_layers")),
+        Family("ministral3", query_scale=_llama4_query_scale),
+        Family("arcee"),
+        Family("apertus", input_norm="attention_layernorm"),
+        Family("gemma", embedding_scale=_root_of_width),
+        Family("ernie4_5", interleaved=True),
+        Family("ernie4_5_moe", interleaved=True),
+        Family("exaone4", input_norm=None, post_norm=True, rope_layers=_where_it_slides),
+        Family("minimax_m2", partial=True),
+        Family("mixtral"),
+        Family("qwen2_moe"),
+        Family("qwen3_moe"),
+        Family(
+            "granite",
+            residual_scale=attrgetter("residual_multiplier"),
+            embedding_scale=attrgetter("embedding_multiplier"),
+            logit_scale=_inverse_logits_scaling,
+        ),
+        Family("olmo2", input_norm=None, post_norm=True),
+        Family("olmo3", input_norm=None, post_norm=True),
+        Family(
+            "gemma2",
+            post_norm=True,
+            embedding_scale=_root_of_width,
+            logit_softcap=attrgetter("final_logit_softcapping"),
+            score_softcap=attrgetter("attn_logit_softcapping"),
+        ),
+        Family(
+            "gemma3_text",
+            post_norm=True,
+            embedding_scale=_root_of_width,
+            logit_softcap=attrgetter("final_logit_softcapping"),
+            norm_offset=1.0,
+        ),
+        Family("phi3", fused="qkv_proj", partial=True, longrope=True),
+        Family("glm", partial=True, interleaved=True),
+        Family("glm4", partial=True, interleaved=True, post_norm=True),
+        Family("glm4_moe", partial=True),
+        Family("gpt_oss", sinks=True),
+        *(
+            Family(name, partial=True, gated=True, norm_offset=1.0, stateful=("linear_attention",))
+            for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+        ),
+        Family(
+            "granitemoehybrid",
+            residual_scale=attrgetter("residual_multiplier"),
+            embedding_scale=attrgetter("embedding_multiplier"),
+            logit_scale=_inverse_logits_scaling,
+            rope_layers=_where_positions_are_rope,
+            stateful=("linear_attention",),
+        ),
+    )
+    if family.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+}
+"""Supported families available in the installed transformers, by ``model_type``."""
+
+
+def _named_scale(config: Any) -> float:
+    found = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"))
+    scale, multiplier, divisor = (each if isinstance(each, float | int) and each else 1.0 for each in found)
+    return scale * multiplier / divisor
+
+
+_UNDESCRIBED = Family(
+    "", logit_scale=_named_scale, logit_softcap=lambda config: getattr(config, "final_logit_softcapping", None)
+)
+
+
+def family_of(config: Any) -> Family:
+    """Return the family description for a supported config, dense or compressed."""
+    return FAMILIES[config.model_type.removeprefix(PREFIX)]
+
+
+def is_described(config: Any) -> bool:
+    """Whether a model, dense or compressed, belongs to one of :data:`FAMILIES`."""
+    return text_config(config).model_type.removeprefix(PREFIX) in FAMILIES
+
+
+def logits_of(config: Any, products: Tensor) -> Tensor:
+    """Return logits from products with the output head of any model.
+
+    For a family without description, scales and soft-caps are read from the config under their names in transformers.
     """
-    family = getattr(config, "model_type", None)
-    if str(family).startswith(PREFIX):
-        raise UnsupportedModelError(
-            f"model_type={family!r} is already a ReCalKV checkpoint; compress the dense model it came from."
-        )
-    if family not in FAMILIES:
-        reason = REFUSED.get(str(family)) or (LATENT if hasattr(config, "kv_lora_rank") else UNDESCRIBED)
-        raise UnsupportedModelError(
-            f"model_type={family!r} is not supported: it {reason}; use a model of one of: {', '.join(FAMILIES)}."
-        )
-    known = {*_ATTENTION_TYPES, *FAMILIES[family].stateful}
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - known):
-        raise UnsupportedModelError(
-            f"model_type={family!r} with layers of {', '.join(others)} is not supported: it {LINEAR}; use a model "
-            f"whose layers are of {' or '.join(sorted(known))}."
-        )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModelError(
-            "use_bidirectional_attention=True lets tokens see later ones, which no cache can serve; use a causal model."
-        )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "layer_types", None) is None and family not in _SLIDE_BY_CONFIG:
-        raise UnsupportedModelError(
-            f"sliding_window={window} in the config is not what model_type={family!r} attends by; remove the key."
-        )
-    for rope in _ropes(config):
-        rope_type = rope.get("rope_type", "default")
-        if rope_type not in SUPPORTED_ROPE_TYPES and not (rope_type == "longrope" and FAMILIES[family].longrope):
-            raise UnsupportedModelError(
-                f"rope_type={rope_type!r} changes its frequencies with the length of the sequence, so keys "
-                f"cannot be rotated after they are cached; supported: {', '.join(SUPPORTED_ROPE_TYPES)}."
-            )
-        factor = rope.get("partial_rotary_factor") or 1.0
-        if factor != 1.0 and not FAMILIES[family].partial:
-            raise UnsupportedModelError(
-                f"partial_rotary_factor={factor} is not supported of model_type={family!r}; it must be 1."
-            )
-    if not attention_layers(config):
-        raise UnsupportedModelError(
-            f"none of the {config.num_hidden_layers} layers of this model_type={family!r} caches keys and values, so "
-            f"there is nothing to compress; use a model with layers of {' or '.join(sorted(_ATTENTION_TYPES))}."
-        )
-    geometry = AttentionGeometry.from_config(config)
-    if (rotary_dim := _rotary_dim(config, geometry.head_dim)) % 2 or geometry.head_dim % 2:
-        raise UnsupportedModelError(
-            f"head_dim={geometry.head_dim} of which RoPE rotates {rotary_dim} dimensions is not supported; both must "
-            f"be even."
-        )
-    return geometry
+    config = text_config(config)
+    family = family_of(config) if is_described(config) else _UNDESCRIBED
+    return family.logits(config, products)[0]
 
 
-def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """Return the RoPE parameters of a model, one mapping per layer type if the config separates them."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    own = [part for part in rope.values() if isinstance(part, Mapping)]
-    return own or [rope]
+def text_config(config: Any) -> Any:
+    """Return the language model's config of a multimodal wrapper; any other config unchanged."""
+    return getattr(config, "text_config", None) or config
 
 
-def _rotary_dim(config: Any, head_dim: int) -> int:
-    """Return how many leading dimensions of a head RoPE rotates; transformers rounds down."""
-    return int(head_dim * (_ropes(config)[0].get("partial_rotary_factor") or 1.0))
+def known_families() -> dict[str, str | None]:
+    """Map each causal LM ``model_type`` of the installed transformers to None, or to the reason for refusing it.
 
-
-def head_order(config: Any, head_dim: int) -> list[int] | None:
-    """Return the permutation of a head's dimensions into LLaMA's order of RoPE halves; None for the identity.
-
-    Scores are invariant to a permutation shared by queries and keys. Interleaved pairs are split between the halves;
-    dimensions without RoPE become pairs of frequency 0, after the rotated dimensions in both halves.
+    Multimodal wrappers are left out: support depends on the model in their ``text_config``.
     """
-    rotary_dim = _rotary_dim(config, head_dim)
-    if family_of(config).interleaved:
-        left, right = range(0, rotary_dim, 2), range(1, rotary_dim, 2)
-    else:
-        left, right = range(rotary_dim // 2), range(rotary_dim // 2, rotary_dim)
-    middle = rotary_dim + (head_dim - rotary_dim) // 2
-    order = [*left, *range(rotary_dim, middle), *right, *range(middle, head_dim)]
-    return None if order == list(range(head_dim)) else order
-
-
-def check_not_quantized(config: Any) -> None:
-    """Refuse a model whose config declares quantized weights; their scales would be silently lost.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If so; the message names the method and the remedy.
-    """
-    for section in ("quantization_config", "compression_config"):
-        content = getattr(config, section, None)
-        named = content.get("quant_method") if isinstance(content, Mapping) else getattr(content, "quant_method", None)
-        method = str(getattr(named, "value", named))
-        if content and method not in _UNPACKED_ON_LOADING:
-            raise UnsupportedModelError(
-                f"{section} of the model's config says that its weights are quantized (quant_method={method!r}); "
-                f"{DEQUANTIZE}"
-            )
-
-
-def check_tensors(family: str, types: Mapping[str, str], known: Collection[str]) -> None:
-    """Refuse a model with tensors that would be misread or left out, such as codes and scales.
-
-    Parameters
-    ----------
-    family
-        ``model_type``.
-    types
-        Dtype of each tensor of the model, by name.
-    known
-        Names of the tensors in the architecture.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If a tensor is not floating point of 16 to 64 bits, or has a name that the architecture does not know.
-    """
-    odd = sorted(f"{name} ({types[name]})" for name in known if types.get(name, "float32") not in _WEIGHT_TYPES)
-    if odd:
-        raise UnsupportedModelError(
-            f"{len(odd)} weight(s) are not floating point of 16 to 64 bits, as {odd[0]}: they are quantized; "
-            f"{DEQUANTIZE}"
-        )
-    unknown = sorted(name for name in types if name not in known and not name.endswith(IGNORED_BUFFERS))
-    if unknown:
-        raise UnsupportedModelError(
-            f"{len(unknown)} tensor(s) are unknown to model_type={family!r}, as {unknown[0]}: the weights are "
-            f"quantized, or the model is of another architecture. If they are quantized, {DEQUANTIZE}"
-        )
-
-
-def attention_layers(config: Any) -> list[int]:
-    """Return the decoder-layer indices of the layers that cache keys and values; these are compressed."""
-    return [place for place, kind in enumerate(layer_attention_types(config)) if kind in _ATTENTION_TYPES]
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the sliding window, in tokens, of each layer that caches keys and values; None with full attention."""
-    types, window = layer_attention_types(config), getattr(config, "sliding_window", None)
-    return tuple(window if types[place] == "sliding_attention" else None for place in attention_layers(config))
-
-
-def layer_attention_types(config: Any) -> list[str]:
-    """Return transformers' layer type of each decoder layer, such as ``full_attention`` or ``sliding_attention``."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return list(types)
-    sliding = getattr(config, "sliding_window", None) is not None
-    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-
-
-def group_sizes(kv_heads: int, group_size: int) -> list[int]:
-    """Return the number of heads per group: ``s`` each, the last group smaller if ``s`` does not divide ``h_kv``."""
-    full, rest = divmod(kv_heads, group_size)
-    return [group_size] * full + ([rest] if rest else [])
+    wrappers = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if "text_config" in CONFIG_MAPPING[name].sub_configs}
+    names = ({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - wrappers) | {*REFUSED}
+    return {name: None if name in FAMILIES else REFUSED.get(name, UNDESCRIBED) for name in sorted(names)}

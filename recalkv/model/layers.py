@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recalkv.errors import ModelUnavailableError, NonFiniteError
-from recalkv.model.families import (
+from recalkv.model.families import family_of, text_config
+from recalkv.model.precision import PRECISIONS
+from recalkv.model.stored_weights import StoredWeights, files_of_tensors, opened_weights, stored_weights
+from recalkv.model.support import (
     IGNORED_BUFFERS,
     AttentionGeometry,
     attention_layers,
@@ -26,9 +29,6 @@ from recalkv.model.families import (
     check_tensors,
     layer_attention_types,
 )
-from recalkv.model.family import family_of, text_config
-from recalkv.model.precision import PRECISIONS
-from recalkv.model.stored_weights import StoredWeights, files_of_tensors, opened_weights, stored_weights
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

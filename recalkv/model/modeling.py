@@ -2,7 +2,7 @@
 
 ``import recalkv`` registers them, so that ``AutoModelForCausalLM.from_pretrained(folder)`` works. Without the import,
 transformers refuses the folder because of its unknown ``model_type``. The classes are generated from the family
-descriptions (:mod:`recalkv.model.family`): ``ReCalKVLlamaConfig``, ``ReCalKVLlamaForCausalLM`` and so on.
+descriptions (:mod:`recalkv.model.families`): ``ReCalKVLlamaConfig``, ``ReCalKVLlamaForCausalLM`` and so on.
 """
 
 import os
@@ -19,10 +19,10 @@ from recalkv.cache.growing import GrowingCache
 from recalkv.cache.residual_window import with_recent
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.model.attention import LatentAttention
-from recalkv.model.families import attention_layers
-from recalkv.model.family import FAMILIES, PREFIX, Family
+from recalkv.model.families import FAMILIES, PREFIX, Family
 from recalkv.model.rotary import check_positions, layer_slots
 from recalkv.model.spec import LatentSpec
+from recalkv.model.support import attention_layers
 
 
 class _LatentConfigMixin:

