@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from recalkv.cache.argument import CACHE
 from recalkv.codec.sidecar import Codec
 from recalkv.evaluation.perplexity import divergences
 from recalkv.evaluation.resources import device_name
@@ -106,9 +107,9 @@ class Reading:
             (use_codec(model, codec) if coded else stop_codec(model))
             cache = codec_cache(model) if coded else DynamicCache(config=model.config)
             start = time.perf_counter()
-            states = [model.model(ids[:, :first], past_key_values=cache).last_hidden_state[0]]
+            states = [model.model(ids[:, :first], **{CACHE: cache}).last_hidden_state[0]]
             seconds = time.perf_counter() - start
-            states += [model.model(part, past_key_values=cache).last_hidden_state[0] for part in _parts(ids[:, first:])]
+            states += [model.model(part, **{CACHE: cache}).last_hidden_state[0] for part in _parts(ids[:, first:])]
             found.append((cache, torch.cat(states), seconds))
         stop_codec(model)
         dense, own = found
@@ -139,7 +140,7 @@ def decoding_speed(model: Any, codec: Codec, reading: Reading, token: Tensor, ro
             (use_codec(model, codec) if place == 2 else stop_codec(model))
             for _ in range(3):
                 start = time.perf_counter()
-                model(token, past_key_values=cache)
+                model(token, **{CACHE: cache})
                 if number:
                     times[place].append(time.perf_counter() - start)
     stop_codec(model)

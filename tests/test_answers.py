@@ -156,7 +156,7 @@ def test_the_bias_of_a_layer_turns_as_its_keys_do() -> None:
     seen: list[torch.Tensor] = []
     attention = model.model.layers[0].self_attn
     attention.k_proj.weight.data.zero_()
-    cache = SimpleNamespace(update=lambda keys, values, *_: (seen.append(keys), (keys, values))[1])
+    cache = SimpleNamespace(update=lambda keys, values, *_, **__: (seen.append(keys), (keys, values))[1])
     cos_sin = model.model.rotary_emb(torch.zeros(1, 7, 1), torch.arange(7)[None])
     attention(torch.randn(1, 7, model.config.hidden_size), cos_sin, None, past_key_values=cache)
     torch.testing.assert_close(rotated_biases(model, 7)[0], seen[0][0])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 import recalkv
 from recalkv.errors import CheckpointError, UnsupportedModelError
 from recalkv.method.fusion import choose_value_layout, fuse_output, stored_layers
-from recalkv.model import family
+from recalkv.model import families
 from recalkv.model.export import build_model
 from recalkv.model.spec import LatentSpec, LayerSpec
 from recalkv.model.support import AttentionGeometry, check_supported
@@ -132,8 +132,8 @@ def rope(**parameters: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (GPT2Config(), ["'gpt2'", *family.FAMILIES]),
-        (SimpleNamespace(model_type=None), ["None", *family.FAMILIES]),
+        (GPT2Config(), ["'gpt2'", *families.FAMILIES]),
+        (SimpleNamespace(model_type=None), ["None", *families.FAMILIES]),
         (SimpleNamespace(model_type="recalkv_llama"), ["recalkv_llama", "already", "dense model"]),
         (rope(rope_type="dynamic", factor=2.0), ["'dynamic'", "default, linear, llama3, yarn"]),
         (rope(rope_type="longrope"), ["'longrope'", "default, linear, llama3, yarn"]),

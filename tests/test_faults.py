@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import recalkv
+from recalkv.cache.argument import CACHE
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, UnsupportedModelError
 from recalkv.runtime.models import use_codec
 from recalkv.text.chat import is_conversation, plain_text, rendered
@@ -141,7 +142,7 @@ def test_a_cache_rebuilt_from_its_tensors_says_what_is_missing() -> None:
         model(ids[:, :1], past_key_values=other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(ids[:, :1], past_key_values=copy.deepcopy(cache))
+        model(ids[:, :1], **{CACHE: copy.deepcopy(cache)})
 
 
 def test_a_crop_of_a_generated_cache_names_the_remedy() -> None:

@@ -138,7 +138,7 @@ def test_dense_baseline_is_the_dense_layer(geometry: str) -> None:
     full = FullCache(cache.layers[0].keys, cache.layers[0].values)
     rope = signed(model.model.rotary_emb(states, places[:, -1:]))
     for packed in (False, True):
-        output, _ = DenseStep(layer, packed)(states[:, -1:], rope, full)
+        output, _ = DenseStep(layer, packed)(states[:, -1:], rope, cache=full)
         torch.testing.assert_close(output, expected)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats_of
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import sizes_of
+from recalkv.cache.argument import given_cache
 from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
 from recalkv.codec.sidecar import Code, LayerCodec
@@ -90,7 +91,7 @@ class CodecModule(nn.Module):
         self._heads = attention.q_proj.out_features // attention.head_dim
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **given: Any
     ) -> tuple[Tensor, None]:
         """Attend from one token; ``position_embeddings`` come from :func:`benchmarks.gpu.kernels.signed`."""
         from recalkv.runtime import cuda, triton_decode
@@ -99,7 +100,7 @@ class CodecModule(nn.Module):
         heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
         cos, sin = (table[:, :, None] for table in position_embeddings)
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
-        output = self._step(attention, past_key_values, heads[:, 0, : self._heads])
+        output = self._step(attention, given_cache(given), heads[:, 0, : self._heads])
         return self._o_proj(output.reshape(len(hidden_states), 1, -1)), None
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import LAYOUTS, dense_model, filled, latent_model
+from recalkv.cache.argument import CACHE, given_cache
 from recalkv.evaluation.timing import cold_copies, time_calls
 from recalkv.kernels.decoder import decoder_of, use_kernels
 from recalkv.model.support import AttentionGeometry
@@ -55,7 +56,7 @@ class DenseStep(nn.Module):
         self._heads, self._kv_heads, _ = (each.out_features // self._head_dim for each in projections)
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **given: Any
     ) -> tuple[Tensor, None]:
         """Attend from one token; ``position_embeddings`` come from :func:`signed`."""
         heads = F.linear(hidden_states, self._weight).unflatten(-1, (-1, self._head_dim))
@@ -65,7 +66,7 @@ class DenseStep(nn.Module):
         cos, sin = (table[:, :, None] for table in position_embeddings)
         heads = torch.addcmul(heads * cos, heads.roll(self._head_dim // 2, -1), sin)
         query, key = heads[:, :, : self._heads].transpose(1, 2), heads[:, :, self._heads : with_rope]
-        keys, values = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), 0)
+        keys, values = given_cache(given).update(key.transpose(1, 2), value.transpose(1, 2), 0)
         grouped = self._heads != self._kv_heads
         if grouped and self.packed:
             query, grouped = query.view(len(query), self._kv_heads, -1, self._head_dim), False
@@ -204,7 +205,7 @@ class Latents:
 
         def call(layer: Any, states: Tensor, rope: Any, batch: int) -> Callable[[], Tensor]:
             cache: Any = filled(parts, batch, context)
-            return lambda: layer(states, rope, None, past_key_values=cache)[0]
+            return lambda: layer(states, rope, None, **{CACHE: cache})[0]
 
         calls = [call(layer, states, rope, batch) for _ in range(copies_of(size, setting))]
         return calls, size, call(plain, states[:1], [part[:1] for part in rope], 1)

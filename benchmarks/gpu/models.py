@@ -16,6 +16,7 @@ from benchmarks.gpu.codec import CodecModule, CodecStep
 from benchmarks.gpu.kernels import DenseStep, dense_parts, dense_ways, fastest, latent_parts, per_token, serves, signed
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import dense_model, filled, latent_model, sizes_of
+from recalkv.cache.argument import CACHE
 from recalkv.evaluation.decoding import largest
 from recalkv.evaluation.resources import forget_peak, now, peak_device_mib, peak_resident_mib
 from recalkv.evaluation.timing import time_calls
@@ -41,7 +42,7 @@ def _decoder(model: Any, caches: Sequence[Any], batch: int, context: int) -> Cal
         rope = inner.rotary_emb(states, places)
         rope = signed(rope) if dense else rope
         for layer, cache in zip(inner.layers, caches, strict=True):
-            states = layer(states, position_embeddings=rope, past_key_values=cache)
+            states = layer(states, position_embeddings=rope, **{CACHE: cache})
         logits: Tensor = model.lm_head(inner.norm(states))
         return token.copy_(logits[:, -1].argmax(dim=-1, keepdim=True))
 

@@ -116,6 +116,8 @@ class _Session:
         """Stream the model's answer, report the size of the cache, and return the answer."""
         from transformers import TextStreamer
 
+        from recalkv.cache.argument import CACHE
+
         given, sampling = inputs.to(self.model.device)["input_ids"][0], self.temperature > 0
         if self.cache is not None:
             held = self.cache.get_seq_length()
@@ -127,10 +129,10 @@ class _Session:
             do_sample=sampling,
             **({"temperature": self.temperature} if sampling else {"temperature": None, "top_p": None, "top_k": None}),
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             return_dict_in_generate=True,
         )
-        self.cache, self.ids = output.past_key_values, output.sequences[0]
+        self.cache, self.ids = output[CACHE], output.sequences[0]
         print(f"[{_size(self.model, self.cache)}]", file=sys.stderr)
         return str(self.tokenizer.decode(self.ids[len(given) :], skip_special_tokens=True))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from recalkv.cache.argument import CACHE
 from recalkv.errors import CheckpointError
 from recalkv.evaluation.float64_attention import float64_output
 from recalkv.evaluation.step_caches import FullCache, Recorder
@@ -87,7 +88,7 @@ class AttentionModule:
             hidden_states=states,
             position_embeddings=rope,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE: cache},
             position_ids=positions,
         )[0]
         return output

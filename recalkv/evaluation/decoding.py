@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from recalkv.cache.argument import CACHE
 from recalkv.cache.growing import growing_cache
 from recalkv.cache.residual_window import remember
 from recalkv.errors import CheckpointError
@@ -36,7 +37,7 @@ _PREFILLS = 3
 def prompt_contents(model: Any, seed: int = 0) -> Contents:
     """Return the cache contents of a prompt of random tokens."""
     cache = DynamicCache(config=model.config)
-    model(_random_ids(model, _PROMPT_TOKENS, seed), past_key_values=cache, logits_to_keep=1)
+    model(_random_ids(model, _PROMPT_TOKENS, seed), **{CACHE: cache}, logits_to_keep=1)
     return [kept_states(layer) or (layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
 
 
@@ -54,7 +55,7 @@ def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
     for _ in range(_PREFILLS):
         cache = DynamicCache(config=model.config)
         start = now(model.device)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **{CACHE: cache}, logits_to_keep=1)
         seconds.append(now(model.device) - start)
     return Timing(tuple(seconds))
 
@@ -63,7 +64,7 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
     """Return a cache of the given kind that holds ``tokens`` tokens."""
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     if "recalkv_before" in vars(model):  # rows of a codec cannot simply be repeated
-        model(_random_ids(model, tokens, 0).repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
+        model(_random_ids(model, tokens, 0).repeat(batch, 1), **{CACHE: cache}, logits_to_keep=1)
         return cache
     for index, held in enumerate(contents):
         if isinstance(held[0], dict):
@@ -119,7 +120,7 @@ def time_decoding(
     seconds, logits = [], []
     for step in range(_WARM_UP + steps):
         start = now(device)
-        output = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        output = model(token, **{CACHE: cache}, logits_to_keep=1).logits[:, -1]
         token = output.argmax(dim=-1, keepdim=True)
         if step >= _WARM_UP:
             seconds.append(now(device) - start)

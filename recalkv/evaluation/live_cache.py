@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from recalkv.cache.argument import CACHE
 from recalkv.model.spec import LatentSpec
 
 _CACHE_TOKENS = 64
@@ -77,7 +78,7 @@ def _generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
 
 def fill_cache(model: Any, ids: Tensor, steps: int = 4) -> Any:
     """Return the cache that ``generate()`` builds from a prefill of (batch, tokens) ids and a few decoding steps."""
-    return _generate(model, ids, steps, min_new_tokens=steps).past_key_values
+    return _generate(model, ids, steps, min_new_tokens=steps)[CACHE]
 
 
 def cache_bytes_per_token(cache: Any) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from recalkv.cache.argument import CACHE
 from recalkv.errors import NonFiniteError, UnsupportedModelError
 from recalkv.model.families import is_described, logits_of
 from recalkv.model.precision import evaluation_precision
@@ -196,7 +197,7 @@ def _last_states(model: Any, ids: Tensor, prefill: int | None, make: Callable[[]
         return cast(Tensor, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     cache = DynamicCache(config=model.config) if make is None else make()
     first, *steps = [ids[:, :prefill], *ids[:, prefill:].split(1, dim=1)] if prefill < ids.shape[1] else [ids]
-    parts = [model.base_model(input_ids=part, past_key_values=cache).last_hidden_state for part in (first, *steps)]
+    parts = [model.base_model(input_ids=part, **{CACHE: cache}).last_hidden_state for part in (first, *steps)]
     return torch.cat(parts, dim=1)
 
 

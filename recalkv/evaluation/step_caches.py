@@ -36,7 +36,7 @@ class FullCache:
         self.recent[:, :, -1:] = latents
         return self.recent
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Write the new token; return all keys and values."""
         self._keys[:, :, -1:] = keys
         if values.shape[-1]:
@@ -65,7 +65,7 @@ class Recorder:
         """Return the exact latents of the chunk."""
         return latents
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Record a chunk and return it."""
         self.chunks.append((keys, values))
         return keys, values

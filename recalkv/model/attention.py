@@ -136,19 +136,21 @@ class LatentAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attend from (batch, queries, m) hidden states to the cache and themselves; no weights are returned."""
+        cache = past_key_values if cache is None else cache  # its name before transformers 5.24
         query, z_k, z_v = self._latents(hidden_states)
         if self.family.query_scale is not None:
             scale = self.family.query_scale(self.config, kwargs["position_ids"])
             query = query * scale[..., None, None].to(query.dtype)
-        cached = self._cached(*self._rows(z_k, z_v), past_key_values)
+        cached = self._cached(*self._rows(z_k, z_v), cache)
         if self.exact_window:
             new = z_k if self.joint else torch.cat([z_k, z_v], dim=-1)
-            if past_key_values is not None:
-                new = remember(past_key_values, self.layer_idx, new, self.exact_window)
+            if cache is not None:
+                new = remember(cache, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
         if self.decoder is not None and self.decoder.takes(query, cached, attention_mask):
             output: Tensor = self.decoder.attend(query, cached, attention_mask)

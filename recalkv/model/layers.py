@@ -211,20 +211,15 @@ class LayerSource(ABC):
 
         if hidden.shape != self._context_for:
             positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            mask_inputs = {
-                "config": self._skeleton.config,
-                "inputs_embeds": hidden,
-                "attention_mask": None,
-                "past_key_values": None,
-                "position_ids": positions,
-            }
+            # By place: transformers 5.24 renamed the cache's argument, None here.
+            mask_inputs = self._skeleton.config, hidden, None, None, positions
             makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
             # Layers with a recurrent state need only a padding mask, and windows have no padding.
             masked = makers.keys() & {*self.attention_types}
             self._context = {
                 "positions": positions,
                 "rotary": self._rotary_tables(hidden, positions),
-                "masks": {kind: makers[kind](**mask_inputs) for kind in masked},
+                "masks": {kind: makers[kind](*mask_inputs) for kind in masked},
             }
             self._context_for = hidden.shape
         return self._context

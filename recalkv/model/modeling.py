@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from recalkv.cache.argument import CACHE, given_cache
 from recalkv.cache.growing import GrowingCache
 from recalkv.cache.residual_window import with_recent
 from recalkv.errors import CheckpointError, ParameterError
@@ -91,15 +92,15 @@ class LatentModelMixin:
 
     def _prepare_cache_for_generation(self, generation_config: Any, kwargs: Any, *args: Any, **options: Any) -> Any:
         """Prepare the cache as transformers does, but with a default cache that does not copy itself at every step."""
-        given = kwargs.get("past_key_values")
+        given = given_cache(kwargs)
         prepare = super()._prepare_cache_for_generation  # type: ignore[misc]
         result = prepare(generation_config, kwargs, *args, **options)
         plain = given is None and generation_config.cache_implementation in (None, "dynamic")
-        if plain and type(kwargs.get("past_key_values")) is DynamicCache:
-            kwargs["past_key_values"] = cache = GrowingCache(self.config)  # type: ignore[attr-defined]
+        if plain and type(kwargs.get(CACHE)) is DynamicCache:
+            kwargs[CACHE] = cache = GrowingCache(self.config)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := kwargs.get(CACHE)) is not None:
             # Done here because a compiled forward pass cannot do it.
             attentions = (each for each in self.modules() if isinstance(each, LatentAttention))  # type: ignore[attr-defined]
             places = [each.layer_idx for each in attentions if each.exact_window]
@@ -119,7 +120,7 @@ class LatentModelMixin:
 
 def _check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse unsupported caches, and positions that are detectably not cache slots, before the decoder runs."""
-    positions, cache, mask = (kwargs.get(name) for name in ("position_ids", "past_key_values", "attention_mask"))
+    positions, cache, mask = kwargs.get("position_ids"), given_cache(kwargs), kwargs.get("attention_mask")
     if torch.compiler.is_compiling():
         return
     if isinstance(cache, QuantizedCache):

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from recalkv.cache.argument import CACHE, NAMES, given_cache
 from recalkv.codec.context import check_rope, model_fingerprint
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
 from recalkv.codec.sidecar import Codec, LayerCodec
@@ -152,7 +153,7 @@ def check_cached(model: Any) -> int:
     # Two sequences that differ only in their last token.
     ids = torch.tensor([[1, 1], [1, 2]], device=model.device)
     with watching(model, watch):
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **{CACHE: cache}, use_cache=True)
     numbers = 0
     for index, shapes in read.items():
         first, second = seen[index]
@@ -174,7 +175,7 @@ def check_cached(model: Any) -> int:
 
 
 def codec_cache(model: Any, **settings: Any) -> Cache:
-    """Return an empty cache of coded layers for a model that uses a codec, to be passed as ``past_key_values``."""
+    """Return an empty cache of coded layers for a model that uses a codec, to be passed as ``cache``."""
     base, own = _base(model), codec_of(model)
     if own is None:
         raise UnsupportedModelError("codec: the model has no codec; call `recalkv.use_codec(model, codec)` first.")
@@ -265,6 +266,7 @@ class _CacheHook:
         self.codec, self.model = codec, weakref.ref(model)
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        self.argument = next((name for name in NAMES if name in self.names), CACHE)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.model()
@@ -273,7 +275,7 @@ class _CacheHook:
         if len(args) > 1:
             kwargs = dict(zip(self.names, args, strict=False)) | kwargs
             args = args[len(self.names) :]
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         positions = kwargs.get("position_ids")
         wanted = kwargs.get("use_cache")
         if wanted is None:
@@ -282,7 +284,9 @@ class _CacheHook:
         if cache is None and wanted:
             cache = DynamicCache(config=model.config)
         if cache is not None:
-            kwargs["past_key_values"] = coded(cache, self.codec)
+            # Under one name only: transformers ignores the older one beside the other.
+            kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
+            kwargs[self.argument] = coded(cache, self.codec)
         if positions is not None and positions.dim() == 3:
             check_axes(module, positions)
             positions = None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from recalkv.cache.argument import CACHE
 from recalkv.errors import DataError, needing
 from recalkv.evaluation.suites.items import check_columns, json_rows
 from recalkv.evaluation.suites.longbench import shortened
@@ -159,7 +160,7 @@ def generate_answers(
             [texts[number] for number in part], return_tensors="pt", padding=True, padding_side="left",
             add_special_tokens=False,
         )  # fmt: skip
-        own = {} if cache is None else {"past_key_values": cache()}
+        own = {} if cache is None else {CACHE: cache()}
         made = model.generate(
             **given.to(model.device), max_new_tokens=prompts[part[0]].tokens, do_sample=False, num_beams=1,
             repetition_penalty=1.0, **own,

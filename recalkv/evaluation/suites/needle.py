@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recalkv.cache.argument import CACHE
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.suite import Progress
 from recalkv.params import NeedleParams
@@ -130,7 +131,7 @@ def answer_scores(model: Any, cache: Any, question: Tensor, places: Tensor) -> T
         :data:`SCORES`.
     """
     chunk = question[None, :-1].to(model.device)
-    logits = model(chunk, past_key_values=copy.deepcopy(cache)).logits[0, places - 1]
+    logits = model(chunk, **{CACHE: copy.deepcopy(cache)}).logits[0, places - 1]
     log_probs = logits.float().log_softmax(-1).cpu()
     right = (log_probs.argmax(-1) == question[places]).double()
     found = log_probs.gather(1, question[places, None]).double()
@@ -174,7 +175,7 @@ def find_needles(
             generator = random.Random(f"0 {length} {j}")
             context, questions = needle_context(tokenizer, haystack, length, wanted.depths, generator)
             cache = DynamicCache(config=model.config)
-            model(context[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+            model(context[None].to(model.device), **{CACHE: cache}, logits_to_keep=1)
             for k, question in enumerate(questions):
                 scores[:, i, j, k] = answer_scores(model, cache, question, digit_places(tokenizer, question))
             progress()
