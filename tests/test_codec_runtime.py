@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from recalkv.cache.argument import CACHE
 from recalkv.codec.context import rope_facts
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
@@ -275,6 +276,17 @@ def test_a_chat_of_several_turns_reuses_its_cache(family: str, static: bool) -> 
         assert torch.equal(found, wanted), turn
         assert cache.get_seq_length() == found.shape[1] - 1
         text = torch.cat([found, token_ids(1, 9, turn)], 1)
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_a_cache_is_taken_under_both_names(name: str) -> None:
+    """transformers 5.24 renamed the argument and takes the older name, too; a compressed model and a codec follow."""
+    ids = token_ids(1, 30)
+    for model in (coded_model("mistral-sliding"), tiny.compressed_pair("llama-gqa")[1]):
+        cache = DynamicCache(config=model.config)
+        wanted = generated(model, ids, 12, use_cache=False)
+        assert torch.equal(generated(model, ids, 12, **{name: cache}), wanted)
+        assert model(ids[:, :1], **{name: cache})[CACHE] is cache and cache.get_seq_length() == 42
 
 
 def test_a_cache_can_be_made_and_given() -> None:
