@@ -37,7 +37,7 @@ from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_windows, check_length, held_out_windows, load_tokenizer
+from recalkv.text.corpora import calibration_windows, check_length, check_vocabulary, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
 
 
@@ -125,6 +125,7 @@ def compress_checkpoint(
     check_length(source.config, "calibration.length", calibration.length)
     tokenizer = load_tokenizer(reference.folder) if tokenizer is None else tokenizer
     windows = calibration_windows(tokenizer, texts, calibration)
+    check_vocabulary(source.config, windows)
     dtype = checkpoint_dtype(reference.folder)
     goal = target or Target(ratio=parameters.ratio)
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)

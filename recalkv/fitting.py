@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from recalkv.text.corpora import (
     calibration_windows,
     check_length,
     check_tokenizer,
+    check_vocabulary,
     given_calibration,
     held_out_windows,
     load_tokenizer,
@@ -193,14 +195,13 @@ def fit_loaded(
         finally:
             use_codec(model, used, check=False)
     check_length(model.config, "length", calibration.length)
-    if heads is not None and heads < 1:
-        raise ParameterError(f"heads={heads} must be positive: the KV heads of a layer that share a code.")
-    if context is not None and context < 1:
-        raise ParameterError(f"context={context} must be positive: the tokens that a sequence is to have.")
+    heads = _count("heads", heads, "the KV heads of a layer that share a code")
+    context = _count("context", context, "the tokens that a sequence is to have")
     if not isinstance(goal, Target):
         check_bits(goal)
     context = context or model_context(model)
     windows = calibration_windows(tokenizer, texts, calibration)
+    check_vocabulary(model.config, windows)
     # Check that there is enough text before the expensive steps.
     loss = isinstance(goal, Target) and goal.max_excess is not None
     held_out = held_out_windows(tokenizer, texts, calibration) if loss else None
@@ -234,6 +235,16 @@ def fit_loaded(
         assert isinstance(goal, Target) and goal.max_excess is not None and held_out is not None
         bits = _bits_of_loss(model, goal.max_excess, held_out, built, units, context, tokens, progress)
     return built(bits)
+
+
+def _count(name: str, value: Any, what: str) -> int | None:
+    """Return an argument as an int, which a side-car needs, also if it is NumPy's or a whole float."""
+    if value is None:
+        return None
+    whole = not isinstance(value, bool) and isinstance(value, Real) and float(value) % 1 == 0
+    if not whole or value < 1:
+        raise ParameterError(f"{name}={value!r} must be a positive whole number: {what}.")
+    return int(value)
 
 
 def _bits_of_loss(

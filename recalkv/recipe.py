@@ -26,6 +26,7 @@ from recalkv.text.corpora import (
     calibration_windows,
     check_length,
     check_tokenizer,
+    check_vocabulary,
     given_calibration,
     held_out_windows,
     tokenizer_of,
@@ -166,6 +167,7 @@ def _in_memory(
     source = ModuleSource(model, weight.device, precision)
     check_length(source.config, "calibration.length", calibration.length)
     windows, dtype = calibration_windows(tokenizer, texts, calibration), weight.dtype
+    check_vocabulary(source.config, windows)
     others = functools.partial(held_out_windows, tokenizer, texts, calibration)
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
     name = getattr(model.config, "_name_or_path", None)

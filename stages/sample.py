@@ -2,7 +2,13 @@
 
 import typer
 
-from recalkv.text.corpora import calibration_documents, calibration_windows, check_length, load_tokenizer
+from recalkv.text.corpora import (
+    calibration_documents,
+    calibration_windows,
+    check_length,
+    check_vocabulary,
+    load_tokenizer,
+)
 from stages.common import Stage, stage
 
 
@@ -12,9 +18,11 @@ def sample(run: Stage) -> None:
     from transformers import AutoConfig
 
     wanted, folder = run.params.calibration, run.model().folder
-    check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "calibration.length", wanted.length)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_length(config, "calibration.length", wanted.length)
     tokenizer = load_tokenizer(folder)
     windows = calibration_windows(tokenizer, calibration_documents(wanted), wanted)
+    check_vocabulary(config, windows)
     with run.write(wanted.model_dump(mode="json", exclude={"batch_size", "precision"})) as store:
         store.put("windows", windows)
 

@@ -304,6 +304,29 @@ def test_stopping_leaves_nothing() -> None:
     assert not any(isinstance(layer, CodecLayer) for layer in cache.layers)
 
 
+def test_values_of_a_mask_that_is_written_in_place_are_not_kept() -> None:
+    model, ids = coded_model(), token_ids(1, 30)
+    cache, mask = StaticCache(config=model.config, max_cache_len=60), torch.full((1, 1, 1, 60), -torch.inf)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        for place in range(20, 30):
+            mask[..., : place + 1] = 0
+            model(ids[:, place : place + 1], attention_mask=mask, past_key_values=cache)
+    assert len(mask.__dict__["_recalkv"]) <= 2
+
+
+def test_a_decoder_that_is_an_output_head_gets_no_cache() -> None:
+    model = tiny.random_model("modernbert-decoder", **tiny.SIZES)
+    use_codec(model, fit(model, tiny.windows(2, 40), 4, context=256))
+    assert_agree(in_chunks(model, token_ids(), STEPS)[0], one_pass(model, token_ids()))
+
+
+def test_parts_of_a_model_that_uses_a_codec_are_refused() -> None:
+    model = coded_model()
+    raises(UnsupportedModelError, "call `recalkv.stop_codec` on that one first", use_codec, model.model, codec_of())
+    raises(UnsupportedModelError, "DataParallel has no config", use_codec, torch.nn.DataParallel(dense()), codec_of())
+
+
 def test_submodels_keep_the_attention_that_each_had() -> None:
     model = multimodal()
     vision = model.model.visual.config

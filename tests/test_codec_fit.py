@@ -11,12 +11,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import huggingface_hub
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import recalkv
 from recalkv import fitting
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, sliding_windows
 from recalkv.codec.fit import build_codec
@@ -26,7 +28,7 @@ from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
 from tests import raises
 from tests.coded import fit, mean_keys, packed, unpacked
-from tests.tiny import VOCABULARY, dense_model, random_model, windows
+from tests.tiny import SIZES, VOCABULARY, dense_model, random_model, windows
 
 CONTEXT = 256
 
@@ -330,6 +332,31 @@ def test_bits_out_of_range(model: Any, tiny_tokenizer: Any, bits: float, monkeyp
     monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
     with pytest.raises(ParameterError, match=rf"bits={bits} must lie above 0 and up to 8, the longest code"):
         fitting.fit(model, tiny_tokenizer, ["text " * 400], bits=bits, length=32)
+
+
+def test_arguments_are_checked_before_the_work(
+    model: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitting, "take_moments", lambda *_: pytest.fail("too late"))
+    data = {"tokenizer": tiny_tokenizer, "dataset": ["text " * 400], "length": 32, "samples": 2}
+    for context in (True, 256.5, 0, float("nan"), "256"):
+        raises(
+            ParameterError, f"context={context!r} must be a positive whole", fitting.fit, model, context=context, **data
+        )
+    raises(ParameterError, "bits='4' must lie above 0", fitting.fit, model, bits="4", **data)
+    small = dense_model("llama-gqa", vocab_size=8)
+    raises(ParameterError, r"gives token \d+, and the model has 8 embeddings", fitting.fit, small, **data)
+    raises(ParameterError, "the model has 8 embeddings", recalkv.compress, small, ratio=0.5, device="cpu", **data)
+    raises(UnsupportedModelError, "not a causal language model with an output head", fitting.fit, model.model, **data)
+    stateful = random_model("qwen3_next", **SIZES, layer_types=["linear_attention"] * 3)
+    raises(UnsupportedModelError, "does not run over a cache", fitting.fit, stateful, **data)
+
+
+def test_whole_numbers_of_other_types_are_contexts(model: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    data = {"tokenizer": tiny_tokenizer, "dataset": ["text " * 400], "length": 32, "samples": 2}
+    for number, context in enumerate((numpy.int64(256), 256.0)):
+        fitting.fit(model, context=context, out=tmp_path / str(number), **data)
+        assert Codec.load(tmp_path / str(number)).context == 256
 
 
 @pytest.mark.parametrize("length", [1, 5])

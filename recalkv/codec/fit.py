@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ SHRINKAGE = 0.1
 """Ridge added to the moments, relative to their mean diagonal, for text unlike the calibration text."""
 
 
-def check_bits(bits: float) -> None:
+def check_bits(bits: Any) -> None:
     """Refuse bits per cached element that are not above 0 and at most :data:`MOST_BITS`.
 
     Raises
     ------
     ParameterError
     """
-    if not 0 < bits <= MOST_BITS:
-        raise ParameterError(f"codec: bits={bits} must lie above 0 and up to {MOST_BITS}, the longest code.")
+    if not isinstance(bits, Real) or not 0 < float(bits) <= MOST_BITS:
+        raise ParameterError(f"codec: bits={bits!r} must lie above 0 and up to {MOST_BITS}, the longest code.")
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ def _open(name: str, codec: Path | None, device: str) -> tuple[Any, Any]:
             folder = resolve_model(name, own.revision_of(name), Path(scratch), any_family=True).folder
         model = load_model(folder, where, checkpoint_dtype(folder))
         tokenizer = load_tokenizer(folder)
+    # transformers refuses a cache of an earlier turn beside a configured kind of cache.
+    model.generation_config.cache_implementation = None
     if own is None:
         choose_kernels(model)
     else:

@@ -58,7 +58,8 @@ def _attend(
     if codec is None and getattr(module, "layer_idx", None) is not None:
         raise UnsupportedModelError(
             f"codec: {type(module).__name__} uses recalkv's attention function without a codec; call "
-            f"`recalkv.use_codec(model, codec)`."
+            f"`recalkv.use_codec(model, codec)`. A model or MTP layers made from the config of a model that uses "
+            f"one need attn_implementation='sdpa'."
         )
     # An image tower caches nothing.
     own = None if codec is None else codec.layers.get(module.layer_idx)

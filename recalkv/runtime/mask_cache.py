@@ -13,6 +13,9 @@ T = TypeVar("T")
 class _Kept(dict[Any, Any]):
     """Values derived from a tensor. Copies and pickles of the tensor, which are modified separately, start empty."""
 
+    version = -1
+    """Version of the tensor that the values are derived from."""
+
     def __deepcopy__(self, memo: Any) -> "_Kept":
         return _Kept()
 
@@ -32,7 +35,10 @@ def of_mask(mask: Tensor, name: Hashable, make: Callable[[], T]) -> T:
     kept = whole.__dict__.get("_recalkv")
     if not isinstance(kept, _Kept):
         kept = whole.__dict__["_recalkv"] = _Kept()
-    key = name, mask._version, mask.storage_offset(), mask.shape, mask.stride()
+    if kept.version != mask._version:
+        kept.clear()  # a buffer that is modified at every step would keep the values of all steps
+        kept.version = mask._version
+    key = name, mask.storage_offset(), mask.shape, mask.stride()
     if key not in kept:
         kept[key] = make()
     found: T = kept[key]

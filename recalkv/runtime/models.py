@@ -73,6 +73,15 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         )
     own = codec if isinstance(codec, Codec) else Codec.load(codec)
     base = _base(model)
+    if getattr(base, "config", None) is None:
+        raise UnsupportedModelError(
+            f"codec: {type(base).__name__} has no config; give the model inside it, such as `model.module`."
+        )
+    if codec_of(base) is not None and "recalkv_before" not in vars(base):
+        raise UnsupportedModelError(
+            f"codec: a part of this {type(base).__name__}, or a model that it is part of, uses a codec; call "
+            f"`recalkv.stop_codec` on that one first."
+        )
     if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
             f"codec: it was fitted to another model, {own.record.get('model') or 'whose name it does not have'} "
@@ -105,7 +114,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     for module in base.modules():
         if _attends(module):
             module.recalkv_codec = own
-    hooked = {id(each): each for each in (base, base.base_model, base.get_decoder()) if isinstance(each, nn.Module)}
+    hooked = {id(each): each for each in (base, base.base_model, base.get_decoder()) if _takes_cache(each)}
     base.recalkv_hooks = [
         each.register_forward_pre_hook(_CacheHook(own, base, each), with_kwargs=True) for each in hooked.values()
     ]
@@ -146,14 +155,27 @@ def check_cached(model: Any) -> int:
     """
     cache, read, seen = DynamicCache(config=model.config), dict[int, list[torch.Size]](), dict[int, Tensor]()
 
-    def watch(layer: int, key: Tensor, _: Tensor) -> None:
+    def watch(layer: Any, key: Tensor, _: Tensor) -> None:
+        if layer is None:
+            raise UnsupportedModelError(
+                f"codec: layers of {type(model).__name__} share one attention module, which has no index in the cache; "
+                f"use the dense cache."
+            )
         read.setdefault(layer, []).append(key.shape)
         seen[layer] = key[:, :, 0].float()
 
     # Two sequences that differ only in their last token.
     ids = torch.tensor([[1, 1], [1, 2]], device=model.device)
-    with watching(model, watch):
-        model(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    try:
+        with watching(model, watch):
+            output = model(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    except ValueError as error:
+        raise UnsupportedModelError(f"codec: {type(model).__name__} does not run over a cache: {error}") from error
+    if getattr(output, "logits", None) is None or model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"codec: {type(model).__name__} is not a causal language model with an output head; give what "
+            f"AutoModelForCausalLM.from_pretrained returns."
+        )
     numbers = 0
     for index, shapes in read.items():
         first, second = seen[index]
@@ -253,6 +275,12 @@ def _base(model: Any) -> Any:
     """Return the transformers model inside a compiled model or one with adapters."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _takes_cache(module: Any) -> bool:
+    """Whether a model may be called with a cache; ``get_decoder`` of some families is their output head."""
+    parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Module) else {}
+    return any(name in NAMES or each.kind is each.VAR_KEYWORD for name, each in parameters.items())
 
 
 def _attends(module: Any) -> bool:

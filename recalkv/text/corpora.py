@@ -164,6 +164,20 @@ def check_length(config: Any, name: str, length: int) -> None:
         raise ParameterError(f"{name}={length} exceeds the model's {positions} positions; use at most {positions}.")
 
 
+def check_vocabulary(config: Any, windows: Tensor) -> None:
+    """Refuse windows with token ids for which the model has no embedding.
+
+    Raises
+    ------
+    ParameterError
+    """
+    rows, largest = getattr(config.get_text_config(decoder=True), "vocab_size", None), int(windows.max())
+    if rows is not None and largest >= rows:
+        raise ParameterError(
+            f"the tokenizer gives token {largest}, and the model has {rows} embeddings; give the model's own tokenizer."
+        )
+
+
 def calibration_windows(tokenizer: Any, texts: Mapping[str, Sequence[Document]], wanted: CalibrationParams) -> Tensor:
     """Draw the calibration windows from the documents of :func:`calibration_documents`.
 
