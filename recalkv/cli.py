@@ -109,7 +109,8 @@ def cache_size(
     with user_errors():
         if not config:
             tables = [(name, sizes, table(sizes)) for name, sizes in KNOWN.items()]
-        elif (Path(config) / "config.json").exists():
+        elif (Path(config) / "config.json").exists() or Path(config).name == "config.json":
+            config = str(Path(config).parent) if Path(config).name == "config.json" else config
             from recalkv.model.modeling import register
             from recalkv.model.source import load_config
             from recalkv.model.spec import LatentSpec

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.errors import BudgetError, telling_full_disk
+from recalkv.errors import BudgetError, ParameterError, telling_full_disk
 from recalkv.evaluation.streamed import dense_text
 from recalkv.method.allocation import allocate, check_budget, predicted_loss
 from recalkv.method.basis import quantizable
@@ -265,7 +265,13 @@ def compress_to_target(
             raise BudgetError(f"target of {target.bytes_per_token:,.0f} bytes per token: {error}") from error
     limit = target.max_excess
     assert limit is not None
-    text = dense_text(source, held_out(), calibration.batch_size)
+    others = held_out()
+    if method.quantized and others.tokens.shape[1] <= parameters.exact_window:
+        raise ParameterError(
+            f"length={calibration.length}: a loss cannot be measured on windows of at most {parameters.exact_window} "
+            f"tokens, which are kept exact; use longer ones."
+        )
+    text = dense_text(source, others, calibration.batch_size)
     wanted = EvaluationParams(precision=calibration.precision)
     known = collect_statistics(source, windows, calibration, method, progress)
     found: dict[float, CompressedLayers] = {}

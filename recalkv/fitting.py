@@ -129,7 +129,7 @@ def fit(
         tokenizer = tokenizer or own or tokenizer_of(loaded)
         codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress, heads)
     if folder is not None:
-        with writing_folder(folder.resolve()) as partial:
+        with writing_folder(folder.resolve(), overwrite=False) as partial:
             codec.write(partial)
     return codec
 

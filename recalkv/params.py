@@ -269,6 +269,10 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     for change in changes:
         name, equals, value = change.partition("=")
         section, dot, key = name.partition(".")
+        if equals and dot and section not in Params.model_fields:
+            raise ParameterError(
+                f"--set {change!r}: section {section!r} is unknown; choose one of {', '.join(Params.model_fields)}."
+            )
         if not (equals and dot) or not isinstance(raw.get(section), dict):
             raise ParameterError(f"--set {change!r} must be SECTION.KEY=VALUE, such as compression.ratio=0.7.")
         try:
@@ -290,7 +294,9 @@ def parse_params(raw: Mapping[str, Any], where: str) -> Params:
         if missing:
             defaults = known.model_construct().model_dump()
             remedy = ", ".join(f"{name}.{key}: {defaults[key]!r}" for key in missing)
-            raise ParameterError(f"{where}: missing parameter(s); add {remedy} (the defaults).")
+            unknown = [f"`{name}.{key}`" for key in section if key not in known.model_fields]
+            beside = f" unknown there: {', '.join(unknown)}." if unknown else ""
+            raise ParameterError(f"{where}: missing parameter(s); add {remedy} (the defaults).{beside}")
     try:
         return Params.model_validate(raw)
     except ValidationError as error:

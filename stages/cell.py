@@ -31,7 +31,9 @@ _AS_MEANT: dict[str, Any] = {
 def cell(run: Stage, out: Annotated[Path, typer.Argument(help="File of the figures.")]) -> None:
     """Compress with the changes of --set; write perplexity and bytes to OUT."""
     setting = {name: yaml.safe_load(value) for name, _, value in (change.partition("=") for change in run.changes)}
-    setting = {name.removeprefix("compression."): value for name, value in setting.items()}
+    # Of the other sections, those that a cell reads are recorded by the stages that made its inputs.
+    section = "compression."
+    setting = {name.removeprefix(section): value for name, value in setting.items() if name.startswith(section)}
     texts = MeasuredText.read_all(run.read("baseline"))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         write_json(out, latent_figures(run, setting, texts, bar.update))

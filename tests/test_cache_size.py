@@ -66,7 +66,8 @@ def test_bytes_are_those_of_the_live_cache(changes: dict[str, Any], tmp_path: Pa
         with torch.no_grad():
             model(windows(2, 8), past_key_values=cache)
         assert cache_bytes_per_token(cache) == expected
-    assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in done("cache-size", "--config", tmp_path)
+    for config in (tmp_path, tmp_path / "config.json"):
+        assert f"| this checkpoint | {spec.cached_bytes_per_token():,} |" in done("cache-size", "--config", config)
 
 
 @pytest.mark.parametrize("context", [8, 40, 200])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zarr
 
-from recalkv.errors import StoreError
+from recalkv.errors import ParameterError, StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
 from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
@@ -193,6 +193,17 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
     assert [p.name for p in path.iterdir()] == ["new"] and list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_was_filled_meanwhile_stays(path: Path) -> None:
+    filled = pytest.raises(ParameterError, match="was filled by another process meanwhile")
+    with filled, writing_folder(path, overwrite=False) as folder:
+        (folder / "late").touch()
+        path.mkdir()
+        (path / "early").touch()
+    assert [entry.name for entry in path.iterdir()] == ["early"] and list(path.parent.iterdir()) == [path]
+    with pytest.raises(ParameterError, match="cannot be made"), writing_folder(Path("/proc/none/out")):
+        pass
 
 
 @pytest.mark.parametrize("stopped", [1, 2])

@@ -82,7 +82,7 @@ def compress(
         documents = calibration_documents(calibration)
         # Open the folder first, so that an unwritable one fails before the work.
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-            with writing_folder(out.resolve()) as folder:
+            with writing_folder(out.resolve(), overwrite) as folder:
                 reference = resolve_model(source, revision, Path(scratch))
                 with step_bar("layer") as advance:
                     spec = compress_checkpoint(

@@ -11,6 +11,7 @@ import typer
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, ReCalKVError, user_errors
 from recalkv.params import EvaluationParams, RuntimeParams, public_name
 from recalkv.presets import describe
+from recalkv.store.folders import is_stage_output
 
 if TYPE_CHECKING:
     from recalkv.codec.sidecar import Codec
@@ -38,8 +39,9 @@ def evaluate(
     """Compare a compressed model, or a codec, with the dense model."""
     with user_errors():
         home = codec or Path(small)
-        # For a hub model, the page goes to the current folder.
-        place = out or (home / "evaluation.md" if home.is_dir() else Path(f"{home.name}-evaluation.md"))
+        # For a hub model, and where the next `dvc repro` would delete it, the page goes to the current folder.
+        elsewhere = Path(f"{home.resolve().name}-evaluation.md")
+        place = out or (home / "evaluation.md" if home.is_dir() and not is_stage_output(home) else elsewhere)
         parent = place.absolute().parent
         if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
@@ -74,7 +76,9 @@ def evaluate(
             if own is not None and Path(each).is_file() and name in own.record.get("texts", ()):
                 typer.echo(f"warning: a file {name} was calibrated on, too; figures on it are too good", err=True)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-            folder, reference = _models(small, dense, own, Path(scratch))
+            folder, reference, known = _models(small, dense, own, Path(scratch))
+            if not known and out is None:
+                place = elsewhere  # the checkpoint's card does not describe another model
             tokenizer = load_tokenizer(folder)
             wanted = possible(replace(QUICK if quick else FULL, tasks=found, limit=limit), positions_of(folder))
             texts = {
@@ -84,13 +88,16 @@ def evaluate(
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _telling())
+        write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))
-        write(figures, spec, place)
         print(f"written to {place} and {place.with_suffix('.json')}")
 
 
-def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path]:
-    """Return the folders of the compressed and the dense model; with a codec, both are the folder of MODEL."""
+def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path, bool]:
+    """Return the folders of the compressed and the dense model, and whether the one is known to be of the other.
+
+    With a codec, both are the folder of MODEL.
+    """
     from recalkv.model.families import text_config
     from recalkv.model.modeling import register
     from recalkv.model.source import checkpoint_folder, load_config, resolve_model
@@ -98,7 +105,7 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
 
     if codec is not None:
         folder = resolve_model(small, codec.revision_of(small), scratch, any_family=True).folder
-        return folder, folder
+        return folder, folder, True
     folder = checkpoint_folder(small, scratch)
     register()
     config = load_config(folder, small)
@@ -125,9 +132,10 @@ def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tup
                 f"{named} is not the dense model of {small}: its {size} is {getattr(other, size)}, not "
                 f"{getattr(own, size)}; name that model (--dense)."
             )
-    if source.get("fingerprint") not in (None, reference.fingerprint):
+    known = source.get("fingerprint") in (None, reference.fingerprint)
+    if not known:
         typer.echo(f"warning: {small} was not compressed from {named}: the fingerprints differ", err=True)
-    return folder, reference.folder
+    return folder, reference.folder, known
 
 
 def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: Any) -> None:

@@ -69,7 +69,10 @@ def fit(
         where = device_of(device)
         documents = calibration_documents(calibration)
         # Open the folder first, so that an unwritable one fails before the work.
-        with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch, writing_folder(out.resolve()) as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="recalkv-") as scratch,
+            writing_folder(out.resolve(), overwrite) as folder,
+        ):
             model, tokenizer = load_dense(source, revision, Path(scratch), where)
             with step_bar("window") as advance:
                 codec = fit_loaded(model, tokenizer, documents, calibration, goal, own.context, advance, heads)

@@ -152,8 +152,10 @@ def _size(model: Any, cache: Any) -> str:
         elements = LatentSpec.from_config(model.config).dense_elements_per_token * tokens
     else:
         elements = 0
-    held, exact, dense = (
-        f"{count / 2**20:,.1f}" for count in (held_bytes(cache), window_bytes(cache), elements * model.dtype.itemsize)
-    )
-    beside = f", {exact} of them exact tokens; dense {dense} MiB" if elements else ""
-    return f"cache of {tokens:,} tokens: {held} MiB{beside}"
+    held, exact, dense = map(_of_bytes, (held_bytes(cache), window_bytes(cache), elements * model.dtype.itemsize))
+    beside = f", {exact} of them exact tokens; dense {dense}" if elements else ""
+    return f"cache of {tokens:,} tokens: {held}{beside}"
+
+
+def _of_bytes(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"

@@ -110,7 +110,8 @@ def methods(comparison: Mapping[str, Any]) -> str:
 def made_with(environment: Mapping[str, Any]) -> str:
     """Describe the versions and the machine of an evaluation."""
     versions = ", ".join(f"{name} `{environment[name]}`" for name in ("recalkv", "torch", "transformers"))
-    threads = f", {environment['threads']} threads" if environment["device"].startswith("CPU") else ""
+    count = environment["threads"]
+    threads = f", {count} thread{'s' * (count > 1)}" if environment["device"].startswith("CPU") else ""
     return f"{versions} on {environment['device']}{threads}"
 
 

@@ -1,6 +1,7 @@
 """Folders that are complete or absent: written under a partial name, then moved to the final name in one rename."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -19,8 +20,10 @@ def partial_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing_folder(path: Path) -> Iterator[Path]:
+def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
     """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
+
+    Without ``overwrite``, a folder that another process has filled meanwhile is kept, by a :class:`ParameterError`.
 
     Leftovers of a killed run are removed first; a folder that another process is still writing raises
     :class:`StoreError`. An error in the block leaves nothing on disk; a full disk is reported as :class:`StoreError`.
@@ -36,11 +39,19 @@ def writing_folder(path: Path) -> Iterator[Path]:
             partial.mkdir(parents=True)
         except FileExistsError as error:
             raise held from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            raise ParameterError(
+                f"output folder {path} cannot be made ({error.strerror}); name one elsewhere."
+            ) from error
         with _locking(partial) as free:
             if not free:
                 raise held
             try:
                 yield partial
+                if not overwrite and path.is_dir() and any(path.iterdir()):
+                    raise ParameterError(f"output folder {path} was filled by another process meanwhile; it stays.")
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -117,6 +128,13 @@ _CODEC_FILES = {"codec.safetensors", "codec.json", "evaluation.json", "evaluatio
 def _is_codec(folder: Path) -> bool:
     # A codec may share a folder with its model's weights, which a new codec must not replace.
     return _names(folder) <= _CODEC_FILES and "fingerprint" in _held_json(folder / "codec.json")
+
+
+def is_stage_output(folder: Path) -> bool:
+    """Whether a folder is an output of a DVC pipeline, whose next run would remove files that were added to it."""
+    place = folder.resolve()
+    locks = [(above, above / "dvc.lock") for above in place.parents if (above / "dvc.lock").is_file()]
+    return any(f"path: {place.relative_to(above).as_posix()}\n" in lock.read_text() for above, lock in locks)
 
 
 def _names(folder: Path) -> set[str]:
