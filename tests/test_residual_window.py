@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from recalkv.cache.growing import GrowingCache
+from recalkv.errors import ParameterError
+from tests import raises
 from tests.covering import covering, settings
 from tests.tiny import compressed_pair, windows
 
@@ -133,3 +135,7 @@ def test_crops_that_reach_into_packed_rows_are_told(cropped: int, told: bool, re
     cache.crop(-cropped)
     said = [str(each.message) for each in recwarn if "tokens were cropped" in str(each.message)]
     assert bool(said) == told and (not told or "of the newest 4 tokens" in said[0])
+    static = StaticCache(config=model.config, max_cache_len=80)
+    model(ids, past_key_values=static)
+    raises(ParameterError, "static cache of quantized latents cannot be cropped", static.layers[0].crop, -cropped)
+    assert cache.layers[0].is_croppable and not static.layers[0].is_croppable

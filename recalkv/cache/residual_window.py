@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from recalkv.errors import ParameterError
+
 _SLACK = 32
 """Tokens kept beyond the window, so that it stays complete when up to this many are cropped, as in assisted decoding.
-Static layers are never cropped, and layers with ``record_past`` are notified before crops."""
+Static layers refuse crops, and layers with ``record_past`` are notified before crops."""
 
 _LONGEST_DRAFT = 512
 """Maximum number of new tokens kept beyond the window by a notified layer, since a whole draft may be cropped."""
@@ -86,8 +88,18 @@ def _with_recent(kind: Any) -> Any:
                 self.recent = None
             super().reset()
 
+        @property
+        def is_croppable(self) -> bool:
+            """Whether the window can stay complete: a static layer keeps no latents beyond it."""
+            return not isinstance(self, StaticLayer) and bool(super().is_croppable)
+
         def crop(self, *args: Any, **kwargs: Any) -> None:
             """Drop the last tokens."""
+            if isinstance(self, StaticLayer) and any((*args, *kwargs.values())):
+                raise ParameterError(
+                    "a static cache of quantized latents cannot be cropped, as its exact latents end with its window; "
+                    "use a dynamic cache."
+                )
             before = self.get_seq_length()
             super().crop(*args, **kwargs)
             gone = before - self.get_seq_length()
