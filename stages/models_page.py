@@ -62,8 +62,10 @@ def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return an earlier run's answers, without those whose dense model scores differently now in the same place."""
 
     def stale(dense: dict[str, Any], task: str, record: dict[str, Any], now: dict[str, Any]) -> bool:
-        again = now.get(task, record)
-        return again["ran"] == record["paired"] and any(again[key] != dense[task][key] for key in ("items", "score"))
+        again = now.get(task)
+        if again is None or again["ran"] != record["paired"]:
+            return False
+        return any(again[key] != dense[task][key] for key in ("items", "score"))
 
     kept: dict[str, Any] = {}
     for model, suites in earlier.items():

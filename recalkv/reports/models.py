@@ -191,7 +191,7 @@ def _ran(methods: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     where: dict[str, dict[str, list[str]]] = {}
     for name, tasks in methods.items():
         for task, own in tasks.items():
-            ran = own["ran"] + (f" (dense: {own['paired']})" if own["paired"] != own["ran"] else "")
+            ran = own["ran"] + (f", beside dense in {own['paired']}" if own["paired"] != own["ran"] else "")
             where.setdefault(ran, {}).setdefault(name, []).append(task)
     devices = (
         "; ".join(
