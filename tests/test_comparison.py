@@ -289,9 +289,8 @@ def test_chat_remembers_what_was_said(compressed: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(command._Session, "answer", watched)
     output = done("chat", "x", "--tokens", "3", "--temperature", "1", input="the cache\nits keys\n\n")
     assert len(lengths) == 2 and lengths[1] > lengths[0] + 3
-    assert f"[cache of {lengths[0] + 2} tokens: " in output and re.search(
-        r"\d KiB of them exact tokens; dense \d.* KiB\]", output
-    )
+    assert f"[cache of {lengths[0] + 2} tokens: " in output
+    assert re.search(r"\d KiB of them exact tokens; dense \d.* KiB\]", output)
 
 
 def test_chat_reads_only_what_is_new(compressed: Path) -> None:

@@ -42,9 +42,7 @@ def evaluate(
         # For a hub model, and where the next `dvc repro` would delete it, the page goes to the current folder.
         elsewhere = Path(f"{home.resolve().name}-evaluation.md")
         place = out or (home / "evaluation.md" if home.is_dir() and not is_stage_output(home) else elsewhere)
-        parent = place.absolute().parent
-        if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
+        _check_place(place)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         if items is not None and not names:
             raise ParameterError(f"--items {items} are those of --tasks, which names none; name the tasks.")
@@ -79,6 +77,7 @@ def evaluate(
             folder, reference, known = _models(small, dense, own, Path(scratch))
             if not known and out is None:
                 place = elsewhere  # the checkpoint's card does not describe another model
+                _check_place(place)
             tokenizer = load_tokenizer(folder)
             wanted = possible(replace(QUICK if quick else FULL, tasks=found, limit=limit), positions_of(folder))
             texts = {
@@ -91,6 +90,13 @@ def evaluate(
         write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))
         print(f"written to {place} and {place.with_suffix('.json')}")
+
+
+def _check_place(place: Path) -> None:
+    """Refuse a page that cannot be written, before there are figures to lose."""
+    parent = place.absolute().parent
+    if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
 
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path, bool]:
