@@ -35,6 +35,7 @@ def models_page(run: Stage) -> None:
     found = dict(sorted((earlier["models"] | measured).items(), key=lambda each: int(each[1]["hidden"])))
     own = _further(run)
     earlier["answers"] = _comparable(earlier.get("answers", {}), own["answers"])
+    _keep_longer(earlier["answers"], own["answers"])
     further = {kind: _merged(earlier.get(kind, {}), each) for kind, each in own.items()}
     write_json(path, {"models": found, **further})
     (run.reports / "models").mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,16 @@ def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
                 if fresh:
                     kept.setdefault(model, {}).setdefault(suite, {})[name] = fresh
     return kept
+
+
+def _keep_longer(earlier: dict[str, Any], own: dict[str, Any]) -> None:
+    """Leave out the dense model's scores on fewer items than elsewhere; differences from them stay."""
+    for model, suites in own.items():
+        for suite, caches in suites.items():
+            known = earlier.get(model, {}).get(suite, {}).get("dense", {})
+            for task in [task for task, each in caches["dense"].items() if task in known]:
+                if caches["dense"][task]["items"] < known[task]["items"]:
+                    del caches["dense"][task]
 
 
 def _model(run: Stage, cells: Path) -> dict[str, Any]:

@@ -113,14 +113,18 @@ def test_many_cells_in_one_process(prepared: Path) -> None:
     other["dense"]["later"] = own["dense"]["gsm8k"]
     other["codec-4"] = other["codec-4"] | {"later": other["int4"]["gsm8k"] | {"score": 0.25}}
     lower = {"gsm8k": own["dense"]["gsm8k"] | {"score": 0.25}}
-    report["answers"] = {"tiny": {"gsm8k": other, "ruler": own | {"codec-4": lower}}}
+    # Nor do dense scores replace those of more items.
+    shutil.copytree(answers, answers.with_name("multi_news"))
+    more = {"dense": {"gsm8k": other["int4"]["gsm8k"] | {"items": 2}}}
+    report["answers"] = {"tiny": {"gsm8k": other, "multi_news": more, "ruler": own | {"codec-4": lower}}}
     Path("reports/models.json").write_text(json.dumps(report))
     assert invoke("models_page") == 0
     merged = json.loads(Path("reports/models.json").read_text())
     assert list(merged["models"]) == ["other", "tiny"]
     assert {row["method"] for row in merged["models"]["tiny"]["rows"]} == {*bits, "codec-2"}
     kept = {suite: set(each) for suite, each in merged["answers"]["tiny"].items()}
-    assert kept == {"gsm8k": {"codec-4", "dense", "int4"}, "ruler": {"dense", "codec-4"}}
+    assert kept == {"gsm8k": {"codec-4", "dense", "int4"}, "multi_news": {"dense"}, "ruler": {"dense", "codec-4"}}
+    assert merged["answers"]["tiny"]["multi_news"] == more
     assert set(merged["answers"]["tiny"]["gsm8k"]["codec-4"]) == {"later"}
     assert "codec-4, int4: there" in Path("reports/models.md").read_text()
     assert set(merged["calibrations"]["tiny"]) == {"2 windows", "4 windows"}

@@ -139,8 +139,7 @@ def _written(cells: Mapping[str, Mapping[str, Any]]) -> list[str]:
 _SUITES = {
     "gsm8k": (
         "GSM8K",
-        "Exact match of the number in zero-shot answers of up to 320 tokens to the first questions of the test set. "
-        "Latents ran with vector codes, which trellis codes have replaced since.",
+        "Exact match of the number in zero-shot answers of up to 320 tokens to the first questions of the test set.",
     ),
     "ruler": (
         "RULER",
