@@ -14,6 +14,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.cache.argument import CACHE
+from recalkv.cache.products import products
 from recalkv.codec.context import rope_facts
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
@@ -519,6 +520,30 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
     limit = 1e-2 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found.double(), scores.softmax(-1) @ v, atol=limit, rtol=limit)
     assert bool(lse.isfinite().all())
+
+
+def test_scores_of_a_batch_take_no_more_memory_than_those_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_QUERIES", 8)
+    monkeypatch.setattr(prefill, "_SLOTS", 16)
+    sizes: list[int] = []
+
+    def counted(queries: Tensor, keys: Tensor) -> Tensor:
+        sizes.append(queries.shape[:3].numel() * keys.shape[2])
+        return products(queries, keys)
+
+    monkeypatch.setattr(prefill, "products", counted)
+    states = [torch.randn(5, heads, 20, 16, generator=torch.Generator().manual_seed(0)) for heads in (6, 3, 3)]
+    found, _ = prefill.partial_attention(*states, 0.25, causal=True, softcap=9.0)
+    assert max(sizes) <= 6 * 8 * 16
+    alone = prefill.partial_attention(*(each[4:] for each in states), 0.25, causal=True, softcap=9.0)[0]
+    torch.testing.assert_close(found[4:], alone)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_of_16_bits_have_gradients(device: str) -> None:
+    states = [torch.randn(1, 2, 4, 8, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)]
+    products(*states).sum().backward()
+    torch.testing.assert_close(states[0].grad, states[1].sum(2, keepdim=True).expand(1, 2, 4, 8))
 
 
 def test_a_model_of_other_rope_is_refused() -> None:

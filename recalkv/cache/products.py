@@ -18,7 +18,8 @@ def products(queries: Tensor, keys: Tensor) -> Tensor:
     with torch.autocast(queries.device.type, enabled=False):
         if queries.dtype not in (torch.float16, torch.bfloat16):
             return queries @ keys.mT
-        if queries.device.type != "cuda":
+        # torch has no gradient of products with another output dtype.
+        if queries.device.type != "cuda" or (torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad)):
             return queries.float() @ keys.float().mT
         flat = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT, out_dtype=torch.float32)
         return flat.unflatten(0, queries.shape[:2])

@@ -136,11 +136,18 @@ class LayerCodec:
         """Return it with its tensors, except frequencies, on a device: steps in a CUDA graph cannot copy them."""
         if device == self.key_mean.device:
             return self
-        keys, values = (
-            tuple(Code(code.matrix.to(device), code.segments) for code in codes) for codes in (self.keys, self.values)
-        )
-        rotation = Rotation(self.rotation.pairs.to(device), self.rotation.frequencies)
-        return LayerCodec(keys, values, self.key_mean.to(device), self.value_mean.to(device), rotation)
+        # Kept, as each new cache asks for it, and what is derived from its matrices takes long.
+        moved: dict[torch.device, LayerCodec] = vars(self).setdefault("_moved", {})
+        if device not in moved:
+            with torch.inference_mode(False):
+                keys, values = (
+                    tuple(Code(code.matrix.to(device), code.segments) for code in codes)
+                    for codes in (self.keys, self.values)
+                )
+                rotation = Rotation(self.rotation.pairs.to(device), self.rotation.frequencies)
+                means = self.key_mean.to(device), self.value_mean.to(device)
+            moved[device] = LayerCodec(keys, values, *means, rotation)
+        return moved[device]
 
     def prepare(self) -> None:
         """Compute the cached properties in advance, since they cannot be computed while a graph is traced."""

@@ -1,6 +1,7 @@
 """Make a loaded model use a codec: ``use_codec(model, "codec")``, then ``generate()`` as usual."""
 
 import inspect
+import itertools
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     if any(each.is_cuda for each in base.parameters()):
         kernel()  # load it before anything is traced
         # Put each layer on the GPU of its weights: decoding steps would otherwise wait for the copy.
-        places = {index: next(modules[index].parameters()).device for index in own.layers}
+        places = {index: _device(modules[index]) for index in own.layers}
         moved = {index: layer.on(places[index]) for index, layer in own.layers.items() if places[index].type == "cuda"}
         own = replace(own, layers={**own.layers, **moved})
     for layer in own.layers.values():
@@ -281,6 +282,11 @@ def _takes_cache(module: Any) -> bool:
     """Whether a model may be called with a cache; ``get_decoder`` of some families is their output head."""
     parameters = inspect.signature(module.forward).parameters if isinstance(module, nn.Module) else {}
     return any(name in NAMES or each.kind is each.VAR_KEYWORD for name, each in parameters.items())
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Return where a module's weights are; some quantized ones are buffers."""
+    return next(itertools.chain(module.parameters(), module.buffers())).device
 
 
 def _attends(module: Any) -> bool:

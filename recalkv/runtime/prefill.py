@@ -15,7 +15,8 @@ _BAND = 32
 """Queries per block whose bands are attended to at once."""
 
 _QUERIES, _SLOTS = 512, 4096
-"""Queries and slots whose scores are in memory at once where no fused kernel applies."""
+"""Queries and slots of one sequence whose scores are in memory at once where no fused kernel applies; fewer queries of
+each sequence of a batch."""
 
 
 def attend(
@@ -171,15 +172,16 @@ def _attention_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`partial_attention` in plain PyTorch, some queries and slots at a time (online softmax)."""
     repeats, outputs, sums = query.shape[1] // key.shape[1], [], []
-    for first in range(0, query.shape[2], _QUERIES):
-        part = query[:, :, first : first + _QUERIES]
+    count = max(1, min(_QUERIES, _QUERIES * _SLOTS // (len(query) * min(key.shape[2], _SLOTS))))
+    for first in range(0, query.shape[2], count):
+        part = query[:, :, first : first + count]
         last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
         # Fold the query heads of a KV head into the query dimension, so that no states are copied.
         own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
         for start in range(0, last, _SLOTS):
             end = min(last, start + _SLOTS)
             scores = products(own, key[:, :, start:end]).float().view(*part.shape[:3], end - start) * scale
-            seen = None if allowed is None else allowed[..., first : first + _QUERIES, start:end]
+            seen = None if allowed is None else allowed[..., first : first + count, start:end]
             if causal:
                 ones = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
                 seen = ones.tril(first - start)
