@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of a full quota."""
+
 
 class ReCalKVError(ValueError):
     """Base class of all errors that bad input can cause; the message says what to change."""
@@ -75,7 +78,7 @@ def telling_full_disk(folder: Path | str, remedy: str = "write to another") -> I
     except Exception as error:
         # safetensors and datasets raise other exceptions, with the cause only in their text.
         full = any(each in str(error) for each in ("os error 28", os.strerror(errno.ENOSPC)))
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or full:
+        if getattr(error, "errno", None) in FULL_DISK or full:
             raise StoreError(
                 f"no space left on the disk of {folder}; free some space or {remedy}, then run the command "
                 f"again. Nothing half-written was kept."

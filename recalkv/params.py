@@ -30,10 +30,22 @@ def silent(step: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
+def advancing(bar: Any) -> Progress:
+    """Return progress that a tqdm bar shows."""
+
+    def advance(step: str, done: int, total: int) -> None:
+        if done == 1:
+            bar.reset(total)
+            bar.set_description(step)
+        bar.update()
+
+    return advance
+
+
 def public_name(name: str) -> str:
     """A text's or a model's name as records and pages have it, which may be published: of local ones without a path."""
     path = Path(name)
-    return path.name if path.is_absolute() or path.is_file() else name
+    return path.name if path.is_absolute() or path.exists() else name
 
 
 class ModelParams(_Section):

@@ -5,7 +5,6 @@ import typer
 
 from recalkv.method.allocation import allocate as allocate_ranks
 from recalkv.model.spec import DENSE_BITS
-from recalkv.store.stores import layer_name
 from stages.common import Stage, stage
 from stages.stored import Stored, segment_widths
 
@@ -37,8 +36,6 @@ def allocate(run: Stage) -> None:
         if method.quantized:
             store.put("key_widths", torch.stack([segment_widths(spec.key_segments or ()) for spec in specs]))
             store.put("value_widths", torch.stack([segment_widths(spec.value_segments or ()) for spec in specs]))
-        for index, units in enumerate(energies or []):
-            store.put(f"{layer_name(index)}/energies", torch.cat(units))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Step 9, tasks: GSM8K, MultiNews, RULER and zero-shot choices, for one model with several kinds of cache."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
 from recalkv.model.precision import evaluation_precision
 from recalkv.store.stores import digest_of
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, figures_key, opened
+from stages.forms import HELP, check_names, figures_key, is_of, opened
 
 _CHOICES = "zeroshot"
 
@@ -64,7 +63,7 @@ def answers(
 
     for name in names:
         path = out / f"{name}.json"
-        if path.exists() and json.loads(path.read_text()).get("key") == keys[name]:
+        if is_of(path, keys[name]):
             continue
         with opened(run, name, one_pass=suite == _CHOICES) as (model, cache), run.bar(len(prompts), "answer") as bar:
             bar.set_description(name)

@@ -1,7 +1,6 @@
 """Step 9c, many cells in one process: quantized caches, codecs and latents of one model on the same windows."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from recalkv.runtime.models import stop_codec
 from stages.cell import latent_figures
 from stages.codec_cell import codec_figures
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, figures_key, form_of, latent_setting
+from stages.forms import HELP, check_names, figures_key, form_of, is_of, latent_setting
 from stages.quantizer import quantizer_figures
 from stages.stored_codec import stored_codec
 
@@ -29,7 +28,7 @@ def cells(
     check_names(names)
     code, settings = ["evaluation/perplexity.py"], run.params.evaluation.model_dump()
     keys = {name: figures_key(run, name, code, settings, ["baseline"]) for name in names}
-    missing = [name for name in names if not _is_of(out / f"{name}.json", keys[name])]
+    missing = [name for name in names if not is_of(out / f"{name}.json", keys[name])]
     texts, folder = MeasuredText.read_all(run.read("baseline")), run.model().folder
 
     @functools.cache
@@ -40,10 +39,6 @@ def cells(
         for name in missing:
             bar.set_description(name)
             write_json(out / f"{name}.json", _figures(run, name, dense, texts, bar.update) | {"key": keys[name]})
-
-
-def _is_of(path: Path, key: str) -> bool:
-    return path.exists() and json.loads(path.read_text()).get("key") == key
 
 
 def _figures(

@@ -1,6 +1,7 @@
 """Names of cells: `codec-4`, `codec-per-head-4`, `latents-2`, `recalkv-8`, `palu-4.8`, and quantized caches."""
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from recalkv.errors import ParameterError
 from recalkv.evaluation.quantized_cache import quantized_cache, quantized_layers
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
 from recalkv.model.loading import load_model
+from recalkv.model.precision import evaluation_precision
 from recalkv.model.spec import DENSE_BITS
 from recalkv.model.support import check_supported
 from recalkv.runtime.models import use_codec
@@ -81,11 +83,18 @@ def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[st
             "name": name,
             "model": run.model().fingerprint,
             "stores": {each: run.read(each).digest for each in (*stores, *_STORES.get(kind, ()))},
+            # `auto` depends on the device.
+            "precision": evaluation_precision(run.params.evaluation.precision, run.device),
             "settings": dict(settings)
             | {each: getattr(run.params, each).model_dump() for each in _SECTIONS.get(kind, ())},
             "code": [source_digest(each) if each.is_dir() else each.read_text() for each in sources],
         }
     )
+
+
+def is_of(path: Path, key: str) -> bool:
+    """Return whether a file has the figures of a key."""
+    return path.exists() and json.loads(path.read_text()).get("key") == key
 
 
 def latent_setting(form: str, bits: float) -> dict[str, Any]:

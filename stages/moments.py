@@ -7,6 +7,7 @@ from recalkv.codec.context import cached_tokens, model_context, model_fingerprin
 from recalkv.codec.moments import take_moments
 from recalkv.model.language import load_language_model, placement
 from recalkv.model.source import checkpoint_dtype
+from recalkv.params import advancing
 from recalkv.store.codec_moments import put_codec_moments
 from stages.common import Stage, stage
 
@@ -21,14 +22,7 @@ def moments(run: Stage) -> None:
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)
     with run.bar(None, "window") as bar:
-
-        def advance(step: str, done: int, total: int) -> None:
-            if done == 1:
-                bar.reset(total)
-                bar.set_description(step)
-            bar.update()
-
-        found = take_moments(model, windows, context, seed, advance, precision=run.precision)
+        found = take_moments(model, windows, context, seed, advancing(bar), precision=run.precision)
     tokens = cached_tokens(model, context)
     record = {
         "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),

@@ -1,6 +1,5 @@
 """Step 9e: needle in a haystack, numbers hidden in long texts, for one model with one form of cache."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from recalkv.runtime.models import codec_of
 from recalkv.text.corpora import check_length, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
-from stages.forms import HELP, check_names, figures_key, opened
+from stages.forms import HELP, check_names, figures_key, is_of, opened
 
 
 @stage(default=False)
@@ -33,7 +32,7 @@ def needle(
     check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "needle.lengths", max(wanted.lengths))
     settings = {"needle": wanted.model_dump(), "evaluation": run.params.evaluation.model_dump()}
     key = figures_key(run, name, ["evaluation/suites", "kernels", "text"], settings, [])
-    if out.exists() and json.loads(out.read_text()).get("key") == key:
+    if is_of(out, key):
         return
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))

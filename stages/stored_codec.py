@@ -19,8 +19,8 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
         "bits": bits,
         "windows": known["shape"],
         "seed": known["seed"],
-        "rope": known.get("rope", {}),
-        "sliding_windows": known.get("sliding_windows", {}),
+        "rope": known["rope"],
+        "sliding_windows": known["sliding_windows"],
     }
     return build_codec(
         get_codec_moments(store), bits, known["context"], known["fingerprint"], tokens, record, heads=heads

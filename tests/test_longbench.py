@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recalkv.errors import DataError, ParameterError
-from recalkv.evaluation.suites.longbench import TASKS, cut_middle, longbench
+from recalkv.evaluation.suites.longbench import TASKS, longbench, shortened
 from recalkv.params import LongBenchParams
 from tests import raises, tiny
 from tests.characters import Characters
@@ -85,8 +85,8 @@ def test_first_line_counts_where_it_does_officially(tmp_path: Path, answer: str,
 
 
 def test_long_prompts_lose_their_middle(tmp_path: Path) -> None:
-    assert cut_middle(list(range(10)), 10) == list(range(10)) and cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
-    assert cut_middle(list(range(10)), 5) == [0, 1, 8, 9]
+    texts = {10: "0123456789", 4: "0189", 5: "0189"}
+    assert {length: shortened(Characters(), "0123456789", length) for length in texts} == texts
     file = write(tmp_path, "trec", context="".join(f"{number:05d} " for number in range(2000)), all_classes=["a"])
     model = Scripted("a")
     longbench(model, Characters(), "trec", file, ONE)

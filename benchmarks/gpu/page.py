@@ -56,7 +56,7 @@ def _missing(lines: dict[str, list[Record]]) -> list[str]:
                 # In the codec part, the dense cache is the larger one.
                 found.append(f"{place}{'the dense cache ' if part == 'codec' else ''}does not fit")
             if each.get("what") == "not served":
-                found.append(f"{place}not served {each.get('way', '')}".rstrip())
+                found.append(f"{place}not served")
         left = [each for each in own if each["event"] == "left out"]
         if left:
             names = "; ".join(each["step"] for each in left)
@@ -123,7 +123,7 @@ def _codec(records: list[Record]) -> list[str]:
     intro = (
         "Attention of one token a sequence over a full cache of 4-bit rows, all in CUDA graphs, beside the fastest of "
         "torch's attention backends over a dense cache of 16 bits: attention alone, with the products that take "
-        "queries to codes and outputs back, without the exact window. GB/s are of rows, which have 3.8 times fewer "
+        "queries to codes and outputs back, without the exact window. GB/s are of rows, which have 3.9 times fewer "
         "bytes than the dense cache. The error is the largest difference from plain torch, relative to the largest "
         "output."
     )

@@ -13,16 +13,11 @@ from recalkv.model.support import FAMILIES, group_sizes
 
 
 def random_dense(
-    sizes: ModelSizes,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    whole: bool = False,
-    rope_theta: float = 1e4,
+    sizes: ModelSizes, device: torch.device, dtype: torch.dtype, whole: bool = False, rope_theta: float = 1e4
 ) -> Any:
     """Build a dense model on the device: one layer with a tiny MLP and vocabulary, or a ``whole`` model."""
     family = FAMILIES[sizes.family]
-    return _built(family.model_class, family.config_class(**_content(sizes, whole, rope_theta)), device, dtype, seed)
+    return _built(family.model_class, family.config_class(**_content(sizes, whole, rope_theta)), device, dtype)
 
 
 def random_latent(
@@ -32,7 +27,6 @@ def random_latent(
     joint: bool,
     device: torch.device,
     dtype: torch.dtype,
-    seed: int = 0,
     whole: bool = False,
     rope_theta: float = 1e4,
 ) -> Any:
@@ -63,7 +57,7 @@ def random_latent(
     layer = LayerSpec(ranks, ranks if joint else [_rank(shape.kv_width * (1 - ratio))], joint)
     config = CONFIG_CLASSES[sizes.family](**_content(sizes, whole, rope_theta))
     config.recalkv = LatentSpec(shape, [layer] * shape.layers, group_size, value_group_size, joint).to_dict()
-    model = _built(MODEL_CLASSES[sizes.family], config, device, dtype, seed)
+    model = _built(MODEL_CLASSES[sizes.family], config, device, dtype)
     for decoder in model.model.layers:
         layer = decoder.self_attn
         for factor in (*layer.key_up, *layer.value_up):
@@ -71,8 +65,8 @@ def random_latent(
     return model
 
 
-def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    torch.manual_seed(seed)
+def _built(model_class: Any, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
     with torch.device(device):
         return model_class._from_config(config, dtype=dtype).eval()
 

@@ -8,6 +8,7 @@ import typer
 from pydantic import BaseModel
 
 from recalkv.errors import ParameterError
+from recalkv.params import advancing
 from recalkv.presets import describe
 
 
@@ -30,11 +31,4 @@ def step_bar(unit: str) -> Iterator[Any]:
     from tqdm import tqdm
 
     with tqdm(unit=f" {unit}", mininterval=1.0, delay=0.5) as bar:
-
-        def advance(step: str, done: int, total: int) -> None:
-            if done == 1:
-                bar.reset(total)
-                bar.set_description(step)
-            bar.update()
-
-        yield advance
+        yield advancing(bar)

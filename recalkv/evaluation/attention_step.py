@@ -224,6 +224,8 @@ def _sdpa(step: Step, repeats: int) -> Iterator[StepTime]:
         try:
             with sdpa_kernel(backend):
                 measured = step.measure("sdpa", repeats, detail=backend.name)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
             continue
         found = True

@@ -34,24 +34,24 @@ _PREFILLS = 3
 
 
 @torch.no_grad()
-def prompt_contents(model: Any, seed: int = 0) -> Contents:
+def prompt_contents(model: Any) -> Contents:
     """Return the cache contents of a prompt of random tokens."""
     cache = DynamicCache(config=model.config)
-    model(_random_ids(model, _PROMPT_TOKENS, seed), **{CACHE: cache}, logits_to_keep=1)
+    model(_random_ids(model, _PROMPT_TOKENS), **{CACHE: cache}, logits_to_keep=1)
     return [kept_states(layer) or (layer.keys, layer.values, getattr(layer, "recent", None)) for layer in cache.layers]
 
 
-def _random_ids(model: Any, tokens: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _random_ids(model: Any, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     # For a whole multimodal model, use the vocabulary of its language model.
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, (1, tokens), generator=generator).to(model.device)
 
 
 @torch.no_grad()
-def time_prefill(model: Any, tokens: int, seed: int = 0) -> Timing:
+def time_prefill(model: Any, tokens: int) -> Timing:
     """Time the prefill of a prompt of random tokens up to the next-token logits, a few times."""
-    ids, seconds = _random_ids(model, tokens, seed), []
+    ids, seconds = _random_ids(model, tokens), []
     for _ in range(_PREFILLS):
         cache = DynamicCache(config=model.config)
         start = now(model.device)
@@ -64,7 +64,7 @@ def _filled(model: Any, contents: Contents, kind: str, batch: int, tokens: int, 
     """Return a cache of the given kind that holds ``tokens`` tokens."""
     cache = StaticCache(model.config, max_cache_len=slots) if kind == "static" else growing_cache(model.config)
     if "recalkv_before" in vars(model):  # rows of a codec cannot simply be repeated
-        model(_random_ids(model, tokens, 0).repeat(batch, 1), **{CACHE: cache}, logits_to_keep=1)
+        model(_random_ids(model, tokens).repeat(batch, 1), **{CACHE: cache}, logits_to_keep=1)
         return cache
     for index, held in enumerate(contents):
         if isinstance(held[0], dict):

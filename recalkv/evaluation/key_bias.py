@@ -50,7 +50,9 @@ def bias_shares(model: Any, ids: Tensor) -> list[dict[str, float]]:
             found.append({"bias": bias, "keys": float(output.float().square().mean().sqrt())})
 
         hooks.append(projection.register_forward_hook(note))
-    model.model(input_ids=ids.to(model.device), use_cache=False)
-    for hook in hooks:
-        hook.remove()
+    try:
+        model.model(input_ids=ids.to(model.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found

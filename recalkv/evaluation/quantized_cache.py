@@ -41,8 +41,9 @@ def quantized_cache(
     attentions = (getattr(layer, "self_attn", None) for layer in model.model.layers)
     modules = [attention for attention in attentions if attention is not None]
     modules = [modules[index] for index in rounding.layers(len(modules))]
-    for index, module in enumerate(modules, rounding.exact_layers):
-        module.cache_quantizer = of_layer(index, rounding)
+    roundings = [of_layer(index, rounding) for index, _ in enumerate(modules, rounding.exact_layers)]
+    for module, own in zip(modules, roundings, strict=True):
+        module.cache_quantizer = own
     model.config._attn_implementation = _IMPLEMENTATION
     try:
         yield

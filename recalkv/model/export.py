@@ -59,8 +59,8 @@ def copy_generation_config(model: Path, folder: Path) -> None:
 
 def save_checkpoint(
     folder: Path, config: Any, other: dict[str, Tensor], layers: Iterable[dict[str, Tensor]], dtype: torch.dtype
-) -> int:
-    """Write shards, index and config, one layer in memory at a time; return the number of elements.
+) -> None:
+    """Write shards, index and config, one layer in memory at a time.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def save_checkpoint(
     config.dtype, held = dtype, stored_weights(config)
     plain: list[str] = []
     weight_map: dict[str, str] = {}
-    parameters = total_bytes = 0
+    total_bytes = 0
     count = config.num_hidden_layers + 1
     prefixed = ({f"model.layers.{i}.{name}": t for name, t in layer.items()} for i, layer in enumerate(layers))
     for number, tensors in enumerate(itertools.chain([other], prefixed), start=1):
@@ -83,7 +83,6 @@ def save_checkpoint(
         save_file(cast, folder / file, metadata={"format": "pt"})
         plain += held.plain_modules(cast)
         weight_map |= dict.fromkeys(cast, file)
-        parameters += sum(tensor.numel() for tensor in cast.values())
         total_bytes += sum(tensor.nbytes for tensor in cast.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -93,7 +92,6 @@ def save_checkpoint(
         config.quantization_config = held.config_with([*plain, *tied])
     config.save_pretrained(folder)
     (folder / CARD).write_text(model_card(LatentSpec.from_config(config)))
-    return parameters
 
 
 def build_model(

@@ -1,7 +1,8 @@
 """Supported architectures, and the attention geometry read from their configs.
 
 Support is decided by the config, never by the name of a path. Anything that would make the compressed model differ
-from the dense one (length-dependent RoPE scalings) is refused here. :mod:`recalkv.model.families` describes families.
+from the dense one (length-dependent RoPE scalings other than LongRoPE) is refused here. Families are described in
+:mod:`recalkv.model.families`.
 """
 
 from collections.abc import Collection, Mapping

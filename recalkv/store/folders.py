@@ -1,7 +1,6 @@
 """Folders that are complete or absent: written under a partial name, then moved to the final name in one rename."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recalkv.errors import ParameterError, StoreError, telling_full_disk
+from recalkv.errors import FULL_DISK, ParameterError, StoreError, telling_full_disk
 
 
 def partial_path(path: Path) -> Path:
@@ -40,7 +39,7 @@ def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
         except FileExistsError as error:
             raise held from error
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if error.errno in FULL_DISK:
                 raise
             raise ParameterError(
                 f"output folder {path} cannot be made ({error.strerror}); name one elsewhere."
@@ -55,10 +54,10 @@ def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            _replace_folder(path, partial)
+            replace_folder(path, partial)
 
 
-def _replace_folder(path: Path, new: Path) -> None:
+def replace_folder(path: Path, new: Path) -> None:
     """Move ``new`` to ``path``; an existing folder is moved aside under a unique name meanwhile, then removed."""
     if not path.exists():
         new.replace(path)

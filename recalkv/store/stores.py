@@ -23,7 +23,7 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError, telling_full_disk
-from recalkv.store.folders import partial_path, writing_folder
+from recalkv.store.folders import partial_path, replace_folder, writing_folder
 
 SCHEMA_VERSION = 2
 
@@ -244,8 +244,7 @@ def writing_layers(
                 writer.sign(key)
             yield writer
             writer.complete()
-            shutil.rmtree(path, ignore_errors=True)
-            partial.replace(path)
+            replace_folder(path, partial)
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -1,5 +1,6 @@
 """The codec that a model is served with: found, checked and sharded for this process before weights are loaded."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ OPTION = "recalkv_codec"
 
 # vLLM configures only the loggers under its name.
 _log = init_logger("vllm.recalkv")
-_known: dict[int, tuple[Any, "ServedModel | None"]] = {}
+_known: "weakref.WeakValueDictionary[int, ServedModel]" = weakref.WeakValueDictionary()
+_latest: "list[ServedModel | None]" = []  # until its layers hold it
 
 
 def served_model() -> "ServedModel | None":
@@ -31,12 +33,16 @@ def served_model() -> "ServedModel | None":
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None:
         return None
-    # Copies of a configuration share this dict; keeping a reference prevents reuse of its id.
-    layers = config.compilation_config.static_forward_context
-    if id(layers) not in _known:
+    # Copies of a configuration share this dict, which lives as long as the codec that knows the configuration.
+    layers = id(config.compilation_config.static_forward_context)
+    found = _known.get(layers)
+    if found is None:
         folder = _side_car(config)
-        _known[id(layers)] = layers, None if folder is None else ServedModel(folder, config)
-    return _known[id(layers)][1]
+        found = None if folder is None else ServedModel(folder, config)
+        _latest[:] = [found]
+        if found is not None:
+            _known[layers] = found
+    return found
 
 
 def _side_car(config: VllmConfig) -> Path | None:

@@ -136,9 +136,9 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
 
 
 @contextlib.contextmanager
-def quiet(name: str) -> Iterator[None]:
-    """Temporarily limit a logger to errors."""
-    logger = logging.getLogger(name)
+def quiet() -> Iterator[None]:
+    """Temporarily limit lm-eval's logger to errors."""
+    logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

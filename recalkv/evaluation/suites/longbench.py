@@ -90,7 +90,7 @@ def longbench(
         If a local file lacks a column.
     """
     check_sets({task: items}, model.config, wanted)
-    with quiet("lm_eval"):
+    with quiet():
         with needing("eval"):
             import jieba  # noqa: F401  (imported by lm-eval's metrics)
             from lm_eval import tasks as known_tasks
@@ -189,19 +189,13 @@ def _question_column(columns: Collection[str]) -> str:
     return "input" if "input" in columns and "question" not in columns else "question"
 
 
-def cut_middle(ids: list[int], length: int) -> list[int]:
-    """Cut the middle out of a prompt of more than ``length`` tokens (LongBench's truncation)."""
-    half = length // 2
-    return ids if len(ids) <= length else ids[:half] + ids[len(ids) - half :]
-
-
 def shortened(tokenizer: Any, prompt: str, length: int) -> str:
-    """Cut the middle out of the text of a prompt of more than ``length`` tokens."""
+    """Cut the middle out of the text of a prompt of more than ``length`` tokens (LongBench's truncation)."""
     ids = tokenizer(prompt)["input_ids"]
     if len(ids) <= length:
         return prompt
-    kept, half = cut_middle(ids, length), length // 2
-    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (kept[:half], kept[half:]))
+    half = length // 2
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[len(ids) - half :]))
 
 
 def _folder(module: Any) -> Path:
@@ -219,7 +213,7 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
     positions = _positions(model.config)
     device = next(model.parameters()).device
     end = model.config.eos_token_id
-    ends = list(end) if isinstance(end, (list, tuple)) else [end]
+    ends = [] if end is None else list(end) if isinstance(end, (list, tuple)) else [end]
 
     def encoded(prompt: str) -> list[int]:
         special = True
@@ -249,7 +243,7 @@ def _reader(model: Any, tokenizer: Any, task: str, wanted: LongBenchParams, prog
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=new_tokens,
             do_sample=False,
-            pad_token_id=ends[0] or 0,
+            pad_token_id=ends[0] if ends else 0,
             **options,
         )
         text = str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))

@@ -90,7 +90,7 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     DataError
         If a file is missing, or lacks a column of the task's hub dataset.
     """
-    with quiet("lm_eval"):
+    with quiet():
         known = _known_tasks(tasks)
     unknown = [name for name in tasks if name not in known]
     if unknown:
@@ -137,7 +137,7 @@ def zero_shot(
         If a local file is missing or lacks a column, or a task has fewer than two items.
     """
     check_tasks(tasks)
-    with quiet("lm_eval"):
+    with quiet():
         with needing("eval"):
             from lm_eval.models.huggingface import HFLM
 
