@@ -18,7 +18,7 @@ from stages.common import Stage, stage, write_json
 from stages.stored import Stored
 
 # A cell's defaults for parameters that the pipeline's file may set otherwise; --set overrides them.
-_AS_MEANT: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("joint", "grouping", "allocation", "refit"), "auto"),
     "method": "loss-aware",
     "bits": 16,
@@ -73,7 +73,7 @@ def latent_figures(
 def cell_parameters(own: CompressionParams, setting: Mapping[str, Any]) -> CompressionParams:
     """Return a cell's parameters: its settings, the defaults of cells, and the file's values for everything else."""
     given = {name: value for name, value in setting.items() if name in CompressionParams.model_fields}
-    return CompressionParams.model_validate(own.model_dump() | _AS_MEANT | given)
+    return CompressionParams.model_validate(own.model_dump() | _DEFAULTS | given)
 
 
 def latent_model(run: Stage, setting: Mapping[str, Any]) -> tuple[Any, CompressionParams, Sequence[float]]:

@@ -86,7 +86,7 @@ def evaluate(
             }
             windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))
-            figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _telling())
+            figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _printed_steps())
         write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))
         print(f"written to {place} and {place.with_suffix('.json')}")
@@ -187,7 +187,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         print(f"  {line}")
 
 
-def _telling() -> Any:
+def _printed_steps() -> Any:
     """Return a callback that prints each step as it begins."""
     start = time.monotonic()
     return lambda step: typer.echo(f"{time.monotonic() - start:5.0f} s  {step}", err=True)

@@ -54,7 +54,7 @@ def head_row(heads_ptr, head, ALIGN: tl.constexpr, UP_ALIGN: tl.constexpr):
 
 
 @triton.jit
-def turned_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: tl.constexpr):
+def rotated_pairs(left, right, angles_ptr, angles_ok, HALF: tl.constexpr, SIGN: tl.constexpr):
     """Rotate pairs by the angles at these places of a table; SIGN -1 rotates back."""
     cos = tl.load(angles_ptr, mask=angles_ok, other=0.0)
     sin = tl.load(angles_ptr + HALF, mask=angles_ok, other=0.0) * SIGN

@@ -7,7 +7,7 @@ computes their products. A group's latents are read once per head, from the L2 c
 import triton
 import triton.language as tl
 
-from recalkv.kernels.blocks import head_row, load_latents, load_up, run_of_tiles, slot_places, turned_pairs
+from recalkv.kernels.blocks import head_row, load_latents, load_up, rotated_pairs, run_of_tiles, slot_places
 
 
 # Arguments that change as a sequence grows must not be specialized.
@@ -67,9 +67,9 @@ def scores_kernel(
     query_right = tl.load(query_at + HALF, mask=query_ok, other=0.0).to(tl.float32)
     # Rotate by the start of the query's tile, then by its offset in the tile; both tables come from float64 angles.
     own_tile = anchor_ptr + (own_slot // BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
-    query_left, query_right = turned_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
+    query_left, query_right = rotated_pairs(query_left, query_right, own_tile, query_ok, HALF, 1)
     own_place = offset_ptr + (own_slot % BLOCK_N)[:, None] * (2 * HALF) + places[None, :]
-    query_left, query_right = turned_pairs(query_left, query_right, own_place, query_ok, HALF, 1)
+    query_left, query_right = rotated_pairs(query_left, query_right, own_place, query_ok, HALF, 1)
     up_right = up_start + HALF
     columns_a = tl.arange(0, RANK_A)
     ok_a = columns_a < rank
@@ -117,19 +117,19 @@ def scores_kernel(
             right *= inverse * tl.load(norm_ptr + HALF + places, mask=places_ok, other=0.0).to(tl.float32)[None, :]
         # Rotate keys by their offset in the tile, and queries back by the tile's start.
         in_tile_at = offset_ptr + in_tile[:, None] * (2 * HALF) + places[None, :]
-        key_left, key_right = turned_pairs(left, right, in_tile_at, places_ok[None, :], HALF, 1)
+        key_left, key_right = rotated_pairs(left, right, in_tile_at, places_ok[None, :], HALF, 1)
         tile_at = anchor_ptr + tile * (2 * HALF) + places[None, :]
-        turned_left, turned_right = turned_pairs(query_left, query_right, tile_at, places_ok[None, :], HALF, -1)
+        rotated_left, rotated_right = rotated_pairs(query_left, query_right, tile_at, places_ok[None, :], HALF, -1)
         if BLOCK_M == 1:
-            scores = (tl.sum(turned_left * key_left, axis=1) + tl.sum(turned_right * key_right, axis=1))[None, :]
+            scores = (tl.sum(rotated_left * key_left, axis=1) + tl.sum(rotated_right * key_right, axis=1))[None, :]
         else:
             if not UPCAST:
                 kind = query_ptr.dtype.element_ty
-                turned_left, turned_right = turned_left.to(kind), turned_right.to(kind)
+                rotated_left, rotated_right = rotated_left.to(kind), rotated_right.to(kind)
                 key_left, key_right = key_left.to(kind), key_right.to(kind)
             # Slots are the long side, of which tensor cores take 64 at once.
-            scores = tl.dot(key_left, tl.trans(turned_left), input_precision="ieee")
-            scores = tl.trans(tl.dot(key_right, tl.trans(turned_right), scores, input_precision="ieee"))
+            scores = tl.dot(key_left, tl.trans(rotated_left), input_precision="ieee")
+            scores = tl.trans(tl.dot(key_right, tl.trans(rotated_right), scores, input_precision="ieee"))
         scores *= scaling
         wanted = rows_ok[:, None] & slot_ok[None, :]
         if MASK == 1:

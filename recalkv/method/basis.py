@@ -42,7 +42,7 @@ def quantizable(
         ):
             gradient = part.gradient if method.bits == "mixed" else None
             seed = (0, index, side, number)
-            new_left, new_right = _turn(left.to(part.moment), right.to(part.moment), gram, gradient, pieces, seed)
+            new_left, new_right = _rebased(left.to(part.moment), right.to(part.moment), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
         return LowRank(down, up).float()
@@ -61,7 +61,7 @@ def quantizable(
     )
 
 
-def _turn(
+def _rebased(
     left: Tensor,
     right: Tensor,
     gram: Tensor | None,

@@ -70,11 +70,11 @@ def stored_latents(
         method=parameters.method,
         parameters=parameters.model_dump(mode="json") | {name: getattr(method, name) for name in _RESOLVED},
         source=provenance,
-        calibration=None if calibration is None else _told(calibration),
+        calibration=None if calibration is None else _calibration_record(calibration),
     )
 
 
-def _told(calibration: CalibrationParams) -> dict[str, Any]:
+def _calibration_record(calibration: CalibrationParams) -> dict[str, Any]:
     """Return the calibration record of a checkpoint; local files by name only, since checkpoints are published."""
     settings = calibration.model_dump(mode="json", include=_CALIBRATION)
     return settings | {"text": [public_name(text) for text in settings["text"]]}
@@ -111,7 +111,7 @@ def fuse_layer(
     output, mean = (None if part is None else part.to(source.device) for part in (refit.output, input_mean))
     order = head_order(source.config, source.geometry.head_dim)
     if order is not None:
-        dense, keys = _in_turning_order(dense, keys, torch.tensor(order))
+        dense, keys = _in_rotary_order(dense, keys, torch.tensor(order))
     fused = fused_attention_tensors(dense, source.geometry, spec, keys, values, output, mean)
     alone = [name for name in fused if name in given and source.holds(prefix + name)]
     kept = {name for name in alone if torch.equal(fused[name], given[name])}
@@ -128,7 +128,7 @@ def _without_gate(dense: Mapping[str, Tensor], geometry: AttentionGeometry) -> d
     return {**dense, **parts}
 
 
-def _in_turning_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor) -> tuple[dict[str, Tensor], LowRank]:
+def _in_rotary_order(dense: Mapping[str, Tensor], keys: LowRank, order: Tensor) -> tuple[dict[str, Tensor], LowRank]:
     """Reorder the dimensions of each head in queries, keys and their norms."""
 
     def ordered(tensor: Tensor, dim: int) -> Tensor:

@@ -91,7 +91,7 @@ def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr
 
 
 @triton.jit
-def _turn(anchors_ptr, position, pairs, padded):
+def _cos_sin(anchors_ptr, position, pairs, padded):
     """Return cosines and sines of all pairs at a position, composed from the rotations of its digits."""
     at = anchors_ptr + (position & (_BASE - 1)) * (2 * padded) + pairs
     cos, sin = tl.load(at), tl.load(at + padded)
@@ -198,7 +198,7 @@ def attend_kernel(
             own = row_ok & (begin + pair < pairs)[None, :]
             mean_cos = tl.load(mean_at + begin, mask=own, other=0.0)
             mean_sin = tl.load(mean_at + pairs + begin, mask=own, other=0.0)
-            cos, sin = _turn(anchors_ptr, tile * BLOCK_N + offset, begin + pair, padded)
+            cos, sin = _cos_sin(anchors_ptr, tile * BLOCK_N + offset, begin + pair, padded)
             cos, sin = cos[None, :], sin[None, :]
             at = within_at + begin * BLOCK_N
             scores = tl.dot(mean_cos * cos + mean_sin * sin, tl.load(at), scores, input_precision="tf32x3")
