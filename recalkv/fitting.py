@@ -195,10 +195,16 @@ def fit_loaded(
         finally:
             use_codec(model, used, check=False)
     check_length(model.config, "length", calibration.length)
+    if hasattr(model.config, "recalkv"):
+        raise UnsupportedModelError(
+            f"codec: this {type(model).__name__} caches latents already; fit one to the dense model that it came from."
+        )
     heads = _count("heads", heads, "the KV heads of a layer that share a code")
     context = _count("context", context, "the tokens that a sequence is to have")
     if not isinstance(goal, Target):
         check_bits(goal)
+    if context:
+        check_length(model.config, "context", context)
     context = context or model_context(model)
     windows = calibration_windows(tokenizer, texts, calibration)
     check_vocabulary(model.config, windows)

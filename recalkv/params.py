@@ -6,10 +6,11 @@ is a complete record of the run; `recalkv preset` writes it from what is written
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from recalkv.errors import ParameterError
 
@@ -18,6 +19,15 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_only(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false, which Python counts as numbers, but where they are a choice."""
+        choices = get_args(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and not any(choice is value for choice in choices):
+            raise PydanticCustomError("number", "true and false are no values of it")
+        return value
 
 
 S = TypeVar("S", bound=_Section)
@@ -83,7 +93,9 @@ class CalibrationParams(_TextParams):
         32, ge=1, description="token windows; 16 suffice for latents of the embedded model, larger ones take 32 or more"
     )
     length: int = Field(1024, ge=2, description="tokens per window")
-    seed: int = Field(0, ge=0, description="random seed of window sampling, and of the labels sampled for the codec")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="random seed of window sampling, and of the labels sampled for the codec"
+    )
     recall: float = Field(
         0.25, ge=0, le=1, description="fraction of windows whose second half repeats passages of the first, so that "
         "long-range reads are calibrated",
@@ -131,6 +143,7 @@ class CompressionParams(_Section):
     exact_window: int = Field(
         32,
         ge=0,
+        le=8192,
         description="most recent tokens kept as 16-bit latents beside their quantized rows, below 16 bits only; "
         "they cost a fixed size per sequence, which `ratio` does not count",
     )
@@ -140,6 +153,7 @@ class CompressionParams(_Section):
     damping: float | None = Field(
         None,
         ge=0,
+        le=1000,
         description="ridge on Gram matrices (in the loss metric, also on the gradients' second moments), relative to "
         "their mean diagonal; null: 0.1 in the loss metric, for out-of-domain text, else 1e-6, for conditioning",
     )
@@ -258,6 +272,17 @@ class Params(_Section):
     runtime: RuntimeParams
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose mappings name each key once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(problem=f"{key!r} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     """Read and check a parameter file; every key of every section must be there.
 
@@ -270,7 +295,7 @@ def load_params(path: str | Path, changes: Sequence[str] = ()) -> Params:
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         what = "cannot be read" if path.exists() else "does not exist"
         raise ParameterError(f"parameter file {path} {what}; run from the project's folder.") from error

@@ -86,7 +86,7 @@ def test_layers_that_cache_fewer_tokens_get_more_bits() -> None:
 
 
 def test_what_cannot_be_allocated_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"a budget of 1 bytes is below the 20 of the smallest rows"):
+    with pytest.raises(BudgetError, match=r"a budget of 1 bytes a sequence is below the 20 of the smallest rows"):
         allocate_bits([falling(2)], [10.0], 1.0)
     with pytest.raises(NonFiniteError, match="energies of the allocation are not finite"):
         allocate_bits([[math.nan] * 8], [10.0], 100.0)

@@ -22,7 +22,7 @@ from recalkv.store.folders import CODEC, check_output
 from recalkv.text.windows import Windows
 from tests import raises
 from tests.commands import done, everything, refused
-from tests.tiny import SIZES, dense_model, random_model, windows
+from tests.tiny import SIZES, compressed_pair, dense_model, random_model, windows
 
 DENSE = 288
 """Bytes per token of the tiny model's dense cache in 16 bits."""
@@ -143,6 +143,9 @@ def test_the_context_is_what_is_fitted_for(settings: list[Any], tmp_path: Path) 
         (["--target", "small"], "'small' cannot be read; write"), (["--context", "0"], "context"),
         (["--heads", "0"], "heads"), (["--samples", "0"], "samples"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--text", "codec.txt", "--text", "./codec.txt"], "has a text twice; name each once"),
+        (["--text", "embedded", "--text", "ptb", "--samples", "1"], "samples=1 windows are fewer than the 3 texts"),
+        (["--device", "meta"], "'meta' cannot be used here"),
         (["--revision", "main"], "--revision main applies to hub models only, and"),
         (["--device", "moon"], "'moon' cannot be used here"),
     ],
@@ -158,11 +161,13 @@ def test_other_bad_input_is_refused(settings: list[Any], tmp_path: Path) -> None
     for arguments, message in (
         (["--samples", "1000"], "calibration.samples=1000"),
         (["--length", "512"], "length=512 exceeds the model's 256 positions; use at most 256"),
-        (["--length", "4"], "windows of 4 tokens leave none after the 4 sinks"),
+        (["--length", "4"], "length=4 must be at least 6: two tokens after the 4 sinks"),
         (["--target", "bytes_per_token=400"], "400 bytes per token already hold the dense cache of 288 bytes"),
-        (["--bits", "0.01"], "of the smallest rows; ask for more"),
+        (["--bits", "0.01"], "of the smallest rows; ask for more bits"),
     ):
         assert message in refuse(*settings, *arguments, "--out", tmp_path / "codec") and not list(tmp_path.iterdir())
+    said = refuse(*settings, "--context", "300", "--out", tmp_path / "codec")
+    assert "context=300 exceeds the model's 256 positions" in said
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "has no safetensors weights" in refuse(tmp_path / "model", *settings[1:], "--out", tmp_path / "codec")
@@ -227,5 +232,10 @@ def test_what_python_refuses(tiny_tokenizer: Any, tmp_path: Path) -> None:
     raises(ParameterError, "in this order; given are a str and a LlamaFor", recalkv.use_codec, "codec", model)
     bert = random_model("bert", hidden_size=48, num_attention_heads=6, num_hidden_layers=3, is_decoder=False)
     raises(UnsupportedModelError, "of Bert.* causal", recalkv.fit, bert, tiny_tokenizer, text, length=32)
+    latent = compressed_pair("llama-gqa")[1]
+    cached = "caches latents already"
+    raises(UnsupportedModelError, cached, recalkv.fit, latent, tiny_tokenizer, text, length=32)
+    codec = recalkv.fit(model, tiny_tokenizer, text, length=32, samples=1)
+    raises(UnsupportedModelError, cached, recalkv.use_codec, latent, codec)
     raises(DataError, "tokens", recalkv.fit, model, tiny_tokenizer, ["short"], length=32)
     raises(ModelUnavailableError, "config.json", recalkv.fit, tmp_path, tiny_tokenizer, ["text"])

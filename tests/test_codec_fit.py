@@ -361,7 +361,7 @@ def test_whole_numbers_of_other_types_are_contexts(model: Any, tiny_tokenizer: A
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_windows_without_tokens_behind_the_sinks_are_refused(model: Any, length: int) -> None:
-    with pytest.raises(DataError, match=rf"windows of {length} tokens leave none after the 4 sinks; use longer ones"):
+    with pytest.raises(DataError, match=rf"length={length} must be at least 6: two tokens after"):
         fit(model, windows(2, length))
 
 

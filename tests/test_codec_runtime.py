@@ -556,6 +556,11 @@ def test_a_model_of_other_rope_is_refused() -> None:
     use_codec(changed, dataclasses.replace(codec, record={}))
 
 
+def test_rounded_frequencies_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="has rounded the RoPE frequencies of this Llama"):
+        use_codec(dense().to(torch.bfloat16), codec_of(), check=False)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -> None:
     model, ids = dense(), token_ids(2)

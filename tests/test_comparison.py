@@ -189,6 +189,8 @@ def test_eval_writes_a_page_and_its_figures(
     item = {"question": "the model holds", "answerKey": "A", "choices": choices}
     (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
     output = done(*command, *tasks, "--out", tmp_path / "page.md")
+    warning = f"warning: a file {tiny_texts[0].name} was calibrated on, too"
+    assert warning not in output and warning in done(*command, "--text", tiny_texts[0], "--out", tmp_path / "both.md")
     assert ("| arc_easy (3 items) |" in output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
     assert (tmp_path / "page.md").read_text() in output and found["text"] == tiny_texts[1].name

@@ -143,6 +143,14 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
     assert compressed.model.layers[0].self_attn.key_up[0].grad.norm() > 0
 
 
+def test_tables_follow_a_cast_which_rounds_frequencies() -> None:
+    _, compressed, _ = compressed_pair("llama-gqa")
+    ids = windows(1, 290)
+    in_pieces(compressed, ids, [145, 145])
+    compressed.to(torch.bfloat16).float()
+    assert_close(in_pieces(compressed, ids, [145, 145]), compressed(ids, use_cache=False).logits)
+
+
 @pytest.mark.xfail(reason="transformers hooks the dense attention class, named by the inner model's class", strict=True)
 def test_output_attentions() -> None:
     compressed = compressed_model("llama-gqa")

@@ -86,7 +86,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.damping", -1e-9, "greater than or equal to 0"), ("calibration.samples", [4], "valid integer"),
         ("evaluation.further_texts", "one", "valid list"), ("latency.contexts", [], "at least 1 item"),
         ("needle.depths", [0.5] * 11, "at most 10 items"), ("model.id", None, "valid string"),
-        ("runtime.device", 0, "valid string"),
+        ("runtime.device", 0, "valid string"), ("calibration.samples", True, "true and false are no"),
     ],
 )  # fmt: skip
 def test_illegal_value_names_key_value_and_rule(raw: dict[str, Any], key: str, value: Any, rule: str) -> None:
@@ -107,6 +107,12 @@ def test_exponents_without_a_point_are_numbers(raw: dict[str, Any], tmp_path: Pa
     # YAML 1.1 reads 1e-6 as a string.
     text = yaml.safe_dump(raw).replace("damping: null", "damping: 1e-6")
     assert "1e-6" in text and load_params(write(tmp_path, text)).compression.damping == 1e-6
+
+
+def test_keys_given_twice_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    text = yaml.safe_dump(raw).replace("compression:\n", "compression:\n  ratio: 0.5\n")
+    with pytest.raises(ParameterError, match=r"(?s)params\.yaml is not valid YAML: .*'ratio' is given twice"):
+        load_params(write(tmp_path, text))
 
 
 def test_missing_file_says_where_to_run(tmp_path: Path) -> None:

@@ -156,8 +156,10 @@ def take_moments(
         If windows have no token after the sinks that predicts another.
     """
     samples, length = windows.shape
-    if length <= SINKS + 1:
-        raise DataError(f"codec: windows of {length} tokens leave none after the {SINKS} sinks; use longer ones.")
+    if length < SINKS + 2:
+        raise DataError(
+            f"codec: calibration.length={length} must be at least {SINKS + 2}: two tokens after the {SINKS} sinks."
+        )
     own, served = (rotations, rotations) if rotations is not None else _measured(model, length, context)
     mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
     sums, prior = _Sums(own), max(1, (samples + 1) // 2)
@@ -238,7 +240,8 @@ class _Sums:
         for layer, pair in self.sides.items():
             if heads and len(pair[0].mean) % heads:
                 raise ParameterError(
-                    f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}."
+                    f"codec: {heads} heads per code do not divide the {len(pair[0].mean)} KV heads of layer {layer}; "
+                    f"choose a number that does."
                 )
             # From the size of the keys: values with another head size use the same groups of heads.
             size = heads or heads_per_code(*pair[0].mean.shape)

@@ -70,11 +70,11 @@ def evaluate(
         if codec is not None and dense:
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
         own = None if codec is None else Codec.load(codec)
-        for each, name in shown.items():
-            if own is not None and Path(each).is_file() and name in own.record.get("texts", ()):
-                typer.echo(f"warning: a file {name} was calibrated on, too; figures on it are too good", err=True)
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference, known = _models(small, dense, own, Path(scratch))
+            files = {name for each, name in shown.items() if Path(each).is_file()}
+            for name in sorted(files & _calibrated_on(own, folder)):
+                typer.echo(f"warning: a file {name} was calibrated on, too; figures on it are too good", err=True)
             if not known and out is None:
                 place = elsewhere  # the checkpoint's card does not describe another model
                 _check_place(place)
@@ -90,6 +90,16 @@ def evaluate(
         write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))
         print(f"written to {place} and {place.with_suffix('.json')}")
+
+
+def _calibrated_on(codec: "Codec | None", folder: Path) -> set[str]:
+    """Return the names of the texts that a codec, or the latents of a checkpoint, were calibrated on."""
+    from recalkv.model.source import load_config
+    from recalkv.model.spec import LatentSpec
+
+    if codec is not None:
+        return set(codec.record.get("texts", ()))
+    return set((LatentSpec.from_config(load_config(folder, str(folder))).calibration or {}).get("text", ()))
 
 
 def _check_place(place: Path) -> None:

@@ -105,7 +105,8 @@ def allocate_bits(
     smallest = min(tokens) * Segment(BLOCK, BITS[0]).row_bytes
     if budget < smallest:
         raise BudgetError(
-            f"a budget of {budget:,.0f} bytes is below the {smallest:,.0f} of the smallest rows; ask for more."
+            f"a budget of {budget:,.0f} bytes a sequence is below the {smallest:,.0f} of the smallest rows; ask for "
+            f"more bits or bytes per token."
         )
     blocks = [[unit[start : start + BLOCK] for start in range(0, len(unit), BLOCK)] for unit in energies]
     # Rounding may put nearly equal energies out of order.

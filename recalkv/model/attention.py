@@ -125,8 +125,9 @@ class LatentAttention(nn.Module):
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Update the decoder when the weights move to another device or dtype."""
+        """Update what is derived from the weights when they move to another device or dtype."""
         super()._apply(fn, recurse)
+        self.slots.forget_tables()  # a cast rounds the frequencies, too
         if self.decoder is not None:
             self.decoder.follow()
         return self

@@ -12,7 +12,7 @@ def device_of(name: str) -> torch.device:
         return accelerator if accelerator is not None and _has_float64(accelerator) else torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()  # which the meta device has not
     except (RuntimeError, AssertionError) as error:
         raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
     check_device(device)

@@ -103,6 +103,10 @@ class SlotRotary:
                 self._tables[key] = tables = cos[0].to(like.device), sin[0].to(like.device)
         return tables
 
+    def forget_tables(self) -> None:
+        """Compute the tables again when they are next read."""
+        self._tables.clear()
+
     def widened(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Extend the model's tables, (batch, tokens, columns), to whole heads in LLaMA's order."""
         pairs, half = len(self._own), self._half

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,10 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         raise UnsupportedModelError(
             f"codec: {type(base).__name__} has no config; give the model inside it, such as `model.module`."
         )
+    if hasattr(base.config, "recalkv"):
+        raise UnsupportedModelError(
+            f"codec: this {type(base).__name__} caches latents already; a codec is for the dense model it came from."
+        )
     if codec_of(base) is not None and "recalkv_before" not in vars(base):
         raise UnsupportedModelError(
             f"codec: a part of this {type(base).__name__}, or a model that it is part of, uses a codec; call "
@@ -91,6 +96,12 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         )
     if check:
         check_rope(own.record, base.config)
+    if any(name.endswith("inv_freq") and buffer.itemsize == 2 for name, buffer in base.named_buffers()):
+        warnings.warn(
+            f"codec: `.to(dtype)` has rounded the RoPE frequencies of this {type(base).__name__}, which costs accuracy "
+            f"at long contexts; load it by `from_pretrained(..., dtype=...)`.",
+            stacklevel=2,
+        )
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
     missing = sorted(set(own.layers) - set(modules))
     if missing:

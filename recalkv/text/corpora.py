@@ -18,6 +18,7 @@ from recalkv.text.chat import Document, plain_text
 from recalkv.text.documents import given_documents, load_documents
 from recalkv.text.windows import (
     Windows,
+    check_shares,
     consecutive_windows,
     document_tokens,
     joined_tokens,
@@ -63,7 +64,18 @@ PROTOCOLS = {
 
 
 def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]]:
-    """Load the documents of each text in ``calibration.text``, by name."""
+    """Load the documents of each text in ``calibration.text``, by name.
+
+    Raises
+    ------
+    ParameterError
+        If a text is named twice, or there are more texts than windows.
+    DataError
+        If a text cannot be loaded or is empty.
+    """
+    if len({Path(text).resolve() for text in wanted.text}) < len(wanted.text):
+        raise ParameterError(f"calibration.text={wanted.text} has a text twice; name each once.")
+    check_shares(wanted.samples, wanted.text)
     return {text: load_documents(text, split=wanted.split, field=wanted.field) for text in wanted.text}
 
 

@@ -159,7 +159,8 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
         if isinstance(error, UnicodeDecodeError):
             number = error.object.count(b"\n", 0, error.start) + 1
             raise DataError(f"{path}, line {number}: not UTF-8 text: {error}; convert it, as by `iconv`.") from error
-        raise DataError(f"{where}: not JSON with the column {field!r}: {error}.") from error
+        lines = "; if each line is an object, name the file .jsonl" if kind == ".json" else ""
+        raise DataError(f"{where}: not JSON with the column {field!r}: {error}{lines}.") from error
 
 
 def _document(row: Any, field: str, where: str) -> Document:

@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,20 @@ def _too_short(tokens: int, window: int) -> DataError:
     )
 
 
+def check_shares(samples: int, texts: Collection[str]) -> None:
+    """Refuse fewer windows than texts.
+
+    Raises
+    ------
+    ParameterError
+    """
+    if samples < len(texts):
+        raise ParameterError(
+            f"calibration.samples={samples} windows are fewer than the {len(texts)} texts {', '.join(texts)}; use at "
+            f"least {len(texts)} windows, or fewer texts (calibration.text)."
+        )
+
+
 def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed: int) -> Tensor:
     """Sample windows of several texts and interleave them: one window of every text in turn, then the next ones.
 
@@ -167,11 +181,7 @@ def windows_of_each(texts: Mapping[str, Tensor], samples: int, length: int, seed
     DataError
         If a text holds fewer tokens than its windows; the message names it.
     """
-    if samples < len(texts):
-        raise ParameterError(
-            f"calibration.samples={samples} windows are fewer than the {len(texts)} texts {', '.join(texts)}; use at "
-            f"least {len(texts)} windows, or fewer texts (calibration.text)."
-        )
+    check_shares(samples, texts)
     drawn = []
     for (name, tokens), share in zip(texts.items(), _equal_parts(samples, len(texts)), strict=True):
         try:

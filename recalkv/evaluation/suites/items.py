@@ -121,9 +121,9 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
     try:
         found = manager.load(list(tasks))
     except Exception as error:  # datasets and the hub's client raise many unrelated types
-        named = [task for task in tasks if isinstance(task, str)]
-        if isinstance(error, ImportError | ReCalKVError) or not named:
+        if isinstance(error, ImportError | ReCalKVError):
             raise
+        named = [task if isinstance(task, str) else str(task["task"]) for task in tasks]
         raise DataError(
             f"the data of {', '.join(named)} cannot be loaded ({type(error).__name__}: {error}); check the network, or "
             f"give local items."
