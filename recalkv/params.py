@@ -94,7 +94,7 @@ class CalibrationParams(_TextParams):
     )
     length: int = Field(1024, ge=2, description="tokens per window")
     seed: int = Field(
-        0, ge=0, lt=2**63, description="random seed of window sampling, and of the labels sampled for the codec"
+        0, ge=0, lt=2**32, description="random seed of window sampling, and of the labels sampled for the codec"
     )
     recall: float = Field(
         0.25, ge=0, le=1, description="fraction of windows whose second half repeats passages of the first, so that "
