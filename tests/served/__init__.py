@@ -3,3 +3,6 @@
 import os
 
 os.environ.pop("TRITON_INTERPRET", None)
+
+DENSE = "+dense"
+"""Suffix of a model's name: without its side-car, in vLLM and in transformers."""

@@ -10,14 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recalkv.runtime.models import use_codec
+from tests.served import DENSE
 
 FOLDER = Path(os.environ["RECALKV_SERVED"])
 
 
 def own_model(name: str) -> Any:
     """Load transformers' model with the side-car, from a folder or from its subfolder ``own`` if that exists."""
+    name, dense = name.removesuffix(DENSE), name.endswith(DENSE)
     place = FOLDER / name / "own" if (FOLDER / name / "own").exists() else FOLDER / name
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    if dense:
+        return model
     return use_codec(
         model, next(each for each in (FOLDER / name / "codec", (FOLDER / name).parent / "codec") if each.exists())
     )

@@ -21,6 +21,8 @@ from vllm.distributed import destroy_distributed_environment, destroy_model_para
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from tests.served import DENSE
+
 FOLDER = Path(os.environ["RECALKV_SERVED"])
 TOKENS = 16
 SIZES: dict[str, Any] = {
@@ -41,12 +43,14 @@ def texts(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Return greedy tokens and their log-probabilities for :mod:`tests.served.own`, and vLLM's metrics."""
     sizes = SIZES | {"max_model_len": 200, "num_gpu_blocks_override": 64, "max_num_batched_tokens": 32} | options
-    llm = LLM(str(FOLDER / name), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
+    folder = FOLDER / name.removesuffix(DENSE)
+    sizes |= {"additional_config": {"recalkv_codec": ""}} if name.endswith(DENSE) else {}
+    llm = LLM(str(folder), **sizes, skip_tokenizer_init=True, disable_log_stats=False)
     ids = torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(1)).tolist()
     short = [] if name in LONG else [ids[1][:1], ids[2][:5]]
     prompts = prompts or [ids[0], *short, ids[2][:60], [5, 6, 7, 8] * 15]
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    adapter = FOLDER / name / "adapter"
+    adapter = folder / "adapter"
     adapted = {"lora_request": LoRARequest("adapter", 1, str(adapter))} if adapter.exists() else {}
     results = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False, **adapted)
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -82,13 +86,13 @@ def serve(names: Sequence[str], **options: Any) -> None:
     platform.register_triton_kernel_overrides = classmethod(lambda _: None)
     made = []
     for name in names:
-        architecture = json.loads((FOLDER / name / "config.json").read_text())["architectures"][0]
+        architecture = json.loads((FOLDER / name.removesuffix(DENSE) / "config.json").read_text())["architectures"][0]
         try:
             # Registered by name, each class would be inspected by vLLM in a separate process.
             known = ModelRegistry.models.get(architecture)
             if getattr(known, "module_name", "transformers").rpartition(".")[2] != "transformers":
                 ModelRegistry.register_model(architecture, known.load_model_cls())
-            text, metrics = texts(name, **OPTIONS.get(name, {}) | options)
+            text, metrics = texts(name, **OPTIONS.get(name.removesuffix(DENSE), {}) | options)
             made.append(text | {"left": metrics["vllm:kv_cache_usage_perc"]})
         except Exception as error:
             traceback.print_exc()
