@@ -56,7 +56,7 @@ def _merged(earlier: Any, own: Any) -> Any:
     """Merge new results into earlier ones, key by key; the record of one measurement is replaced as a whole."""
     if not (isinstance(earlier, dict) and isinstance(own, dict)) or own.keys() & {"rows", "kl", "items", "texts"}:
         return own
-    return earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}
+    return dict(sorted((earlier | {key: _merged(earlier.get(key), value) for key, value in own.items()}).items()))
 
 
 def _comparable(earlier: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
