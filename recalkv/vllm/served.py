@@ -176,6 +176,7 @@ class ServedModel:
                 f"{codec.head_dims}; fit one to this model."
             )
         if not self._taken:
+            _latest.clear()
             if not self._is_its and not self._check_model():
                 model = self.config.model_config.model
                 _log.warning("Could not verify that the codec in %s belongs to %s.", self._folder, model)
