@@ -76,12 +76,14 @@ test-all: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup -m "not gpu"
 
 # The codec in an unmodified vLLM, CPU build, with an environment of its own: its transformers is older than ours.
+# VLLM=.venv-vllm-newer NEWER="0.33.0 orjson" tests the Python code of a release without a CPU build on this one's kernels.
 VLLM := .venv-vllm
 $(VLLM)/.installed: constraints-vllm.txt $(INSTALLED)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps "$$(grep '^torch==' constraints-vllm.txt)"
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(if $(NEWER),$(VLLM)/bin/python -m tests.served.newer $(NEWER))
 	touch $@
 
 test-vllm: $(VLLM)/.installed

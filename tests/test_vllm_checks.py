@@ -52,7 +52,7 @@ def test_what_can_be_served_is_not_refused() -> None:
         check(VERSION, config(**changes))
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "dev"])
 def test_other_versions(version: str) -> None:
     with pytest.raises(CheckpointError, match=rf"vLLM {version} is untested with this backend, .* install vllm==0.32"):
         check(version, config())

@@ -190,6 +190,11 @@ class ExactTokensSpec(SlidingWindowSpec):
     aligned: int
     found_every: int
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """Return more tokens than a sequence has: vLLM 0.33 hides older blocks from attention, the first ones too."""
+        return 2**30
+
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Count the blocks of the first tokens, of the window before the steps in flight, and of one after each."""
         own = self.sliding_window - 1

@@ -7,7 +7,7 @@ from recalkv.errors import CheckpointError, ParameterError
 BACKEND = "RECALKV"
 """Name of the backend in vLLM's log."""
 
-TESTED = ((0, 32), (0, 33))
+TESTED = ((0, 32), (0, 34))
 """Tested vLLM versions: from the first (inclusive) to the second (exclusive)."""
 
 _DRAFTS = "ngram", "ngram_gpu", "suffix"

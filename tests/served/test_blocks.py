@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from recalkv.vllm.blocks import ExactTokensManager, ExactTokensSpec
 from recalkv.vllm.window import ExactTokens
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 SIZE, WINDOW, SINKS, DRAFTS, ALIGNED, EVERY, STEPS = 2, 9, 3, 3, 8, 32, 2
 FIRST = {0, 1}
@@ -154,3 +158,9 @@ def test_a_block_has_room_for_either(rows: list[int], sliding: list[int], tokens
     exact.kv_cache = torch.zeros(3, 1, tokens, token, dtype=torch.uint8)
     assert exact.states("layers.1").shape == (3, tokens, 1, 48)
     assert exact.states("layers.1").storage_offset() == 48
+
+
+def test_the_worker_nulls_no_block_of_the_first_tokens() -> None:
+    """What vLLM's second runner does from 0.33 on to leading blocks in a layer with a sliding window."""
+    retained = manager(20, caching=False).spec.num_retained_tokens
+    assert max(10**9 - retained, 0) // SIZE == 0 < retained < 2**31
