@@ -121,6 +121,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         raises(error, message, longbench, model, Characters(), task, file, wanted)
 
     refused(ParameterError, r"'narrativeqa' is not one of qasper, qmsum", "narrativeqa", None)
+    # Tests have no hub.
+    refused(DataError, r"data of longbench_qasper .* cannot be loaded .* check the network, or give", "qasper", None)
     path = tmp_path / "qasper.test.jsonl"
     path.write_text(json.dumps({"question": "Who?", "answers": ["a"]}) + "\n")
     refused(DataError, r"line 1: column 'context' does not exist", "qasper", path)

@@ -107,7 +107,7 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
     adapter
         Model adapter of lm-eval (an ``LM``).
     tasks
-        Task names, or config overrides of tasks.
+        Task names, or groups of config overrides.
     manager
         Task manager of lm-eval.
     limit
@@ -123,7 +123,7 @@ def run_tasks(adapter: Any, tasks: Sequence[Any], manager: Any, limit: int | Non
     except Exception as error:  # datasets and the hub's client raise many unrelated types
         if isinstance(error, ImportError | ReCalKVError):
             raise
-        named = [task if isinstance(task, str) else str(task["task"]) for task in tasks]
+        named = [task if isinstance(task, str) else str(task["group"]) for task in tasks]
         raise DataError(
             f"the data of {', '.join(named)} cannot be loaded ({type(error).__name__}: {error}); check the network, or "
             f"give local items."
