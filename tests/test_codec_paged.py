@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.sidecar import LayerCodec
-from recalkv.runtime import paged, prefill, row_attention
+from recalkv.runtime import paged, prefill, reference, row_attention
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE
@@ -116,6 +116,8 @@ def test_tokens_and_chunks_in_any_order(
         monkeypatch.setattr(paged, "decoding_loops", lambda *_: None)
         monkeypatch.setattr(paged, "kernel_serves", lambda *_: True)
         monkeypatch.setattr(row_attention, "kernel", lambda: coded_attention_torch)
+        monkeypatch.setattr(paged, "_TOGETHER", 4)
+        monkeypatch.setattr(reference, "_TILES", 8)
     monkeypatch.setattr(paged, "_PIECE", 32)
     texts = _Sequences(_layer_codec(groups), _LENGTHS, sliding, kinds)
     expected = [texts.expected(number) for number in range(len(_LENGTHS))]

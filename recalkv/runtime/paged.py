@@ -25,6 +25,9 @@ from recalkv.trellis.rows import TILE, untiled
 _PIECE = 8192
 """Earlier slots that a chunk attends to at once: unpacking all would take memory in proportion to the context."""
 
+_TOGETHER = 1024
+"""Tokens that are decoded at once: the exact states of each are gathered."""
+
 _ALIKE = 0.7
 """Prompts are batched if the shortest has at least this fraction of the longest's tokens: work on padding is wasted."""
 
@@ -164,6 +167,10 @@ class PagedLayer:
         loops = decoding_loops(self.codec, query)
         if loops is not None:
             return self._decode_by_loops(loops, query, key, value, tokens)
+        if len(query) > _TOGETHER:
+            split = (each.split(_TOGETHER) for each in (query, key, value, *tokens[:3]))
+            parts = [(own[:3], Tokens(own[3], own[4], own[5], tokens.longest)) for own in zip(*split, strict=True)]
+            return torch.cat([self.decode(q, k, v, few) for (q, k, v), few in parts])
         lengths, device = tokens.lengths.long(), query.device
         low = self._lowest(lengths)
         first = torch.arange(self.sinks, device=device).expand(len(lengths), -1)

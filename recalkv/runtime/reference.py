@@ -34,8 +34,8 @@ MOST_RUNS = 128
 BASE, DIGITS = 256, 3
 """A position is ``low + 256 middle + 65536 high``, rotated digit by digit: up to ``255 * 2^16`` positions."""
 
-_PIECE = 128
-"""Tiles that plain PyTorch unpacks at once."""
+_PIECE, _TILES = 128, 1024
+"""Tiles that plain PyTorch unpacks at once: of one sequence, and of all."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,9 @@ def coded_attention_torch(
         tiles = min(tiles, -(-max(int(length.max()), 0) // TILE))
     out = torch.zeros(batch, groups, count, layout.widths[1], dtype=torch.float32, device=rows.device)
     lse = torch.full((batch, groups, count), -math.inf, dtype=torch.float32, device=rows.device)
-    for start in range(0, tiles, _PIECE):
-        tile = torch.arange(start, min(start + _PIECE, tiles), device=rows.device)
+    size = max(1, min(_PIECE, _TILES // max(batch, 1)))
+    for start in range(0, tiles, size):
+        tile = torch.arange(start, min(start + size, tiles), device=rows.device)
         if block_table is None:
             piece = rows[:, start : start + len(tile)]
         else:
@@ -264,9 +265,9 @@ def coded_attention_torch(
         octets, byte, values = piece.mT.flatten(1, 2), 0, []
         for group, (keys, own) in enumerate(layout.segments):
             for side, segments in enumerate((keys, own)):
-                size = sum(each.row_bytes for each in segments)
-                numbers = unpack(octets[..., byte : byte + size], segments)
-                byte += size
+                width = sum(each.row_bytes for each in segments)
+                numbers = unpack(octets[..., byte : byte + width], segments)
+                byte += width
                 if side:
                     values.append(numbers)
                 else:

@@ -26,10 +26,15 @@ def kernel() -> Any:
     return attention
 
 
-def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:
-    """Return whether the kernel can decode a layer."""
+def has_kernel(codec: LayerCodec) -> bool:
+    """Return whether the kernel can decode a layer, on a GPU."""
     widest = max(len(code.matrix) for code in (*codec.keys, *codec.values))
-    return query.is_cuda and widest <= MOST_WIDTH and kernel() is not None
+    return widest <= MOST_WIDTH and kernel() is not None
+
+
+def kernel_serves(codec: LayerCodec, query: Tensor) -> bool:
+    """Return whether the kernel decodes a layer for this query."""
+    return query.is_cuda and has_kernel(codec)
 
 
 def attend_rows(

@@ -102,11 +102,11 @@ class CodecImpl(AttentionImpl[Step]):
         )  # fmt: skip
         self._further = further | ({} if sinks is None else {"sinks": sinks})
         self._name, self._cache = "", 0
-        self._paged: PagedLayer | None = None
+        self.paged: PagedLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Look up this layer's name and codec, which vLLM makes available only once all layers are built."""
-        if self._paged is not None:
+        if self.paged is not None:
             return  # weights were reloaded; the row layout does not change
         layers = self.config.compilation_config.static_forward_context
         self._name, layer = next((n, each) for n, each in layers.items() if getattr(each, "impl", None) is self)
@@ -124,7 +124,7 @@ class CodecImpl(AttentionImpl[Step]):
                 f"serve without the side-car."
             )
         window, sinks = self.served.codec.window, self.served.codec.sinks
-        self._paged = PagedLayer(
+        self.paged = PagedLayer(
             codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks,
             self.config.model_config.max_model_len, self.config.device_config.device,
         )  # fmt: skip
@@ -146,8 +146,8 @@ class CodecImpl(AttentionImpl[Step]):
         steps = get_forward_context().attn_metadata
         if attn_metadata is None or not isinstance(steps, dict):
             # Profiling run: before allocating the cache, vLLM measures the peak memory of a step without requests.
-            if self._paged is not None and output.is_cuda and not kv_cache.numel():
-                self._paged.rehearse(query, key, value, output, self.config.model_config.max_model_len)
+            if self.paged is not None and output.is_cuda and not kv_cache.numel():
+                self.paged.rehearse(query, key, value, output, self.config.model_config.max_model_len)
             return output.zero_()
         step, paged = attn_metadata, self._bound(kv_cache)
         exact: Step = steps[self.served.exact.prefix]
@@ -173,7 +173,7 @@ class CodecImpl(AttentionImpl[Step]):
 
     def _bound(self, kv_cache: Tensor) -> PagedLayer:
         """Return the layer bound to vLLM's cache, which vLLM allocates after a first forward pass without one."""
-        paged = self._paged
+        paged = self.paged
         assert paged is not None
         if self._cache != kv_cache.data_ptr():
             self._cache = kv_cache.data_ptr()

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from recalkv.runtime.row_attention import kernel
+from recalkv.runtime.row_attention import has_kernel
 
 DECODED = 8
 """Maximum number of new tokens of a request, mostly drafts, that are each decoded as a separate sequence. More tokens
@@ -46,6 +46,8 @@ class Step(AttentionMetadata):
         Block table, in token order.
     slots : (tokens,) int64
         Slot of each new token: block number times block size, plus the offset in the block.
+    known : (requests,)
+        The lengths on the host, where vLLM knows them; None where they depend on accepted drafts.
     """
 
     tokens: int
@@ -54,11 +56,12 @@ class Step(AttentionMetadata):
     lengths: Tensor
     table: Tensor
     slots: Tensor
+    known: Tensor | None
 
     @functools.cached_property
     def seen(self) -> list[int]:
         """Lengths of the requests, as a list."""
-        lengths: list[int] = self.lengths.tolist()
+        lengths: list[int] = (self.lengths if self.known is None else self.known).tolist()
         return lengths
 
     @property
@@ -121,8 +124,10 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return support for steps with one new token per request, if a kernel decodes."""
-        served = kernel() is not None
+        """Return support for steps with one new token per request, if kernels decode all layers."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        paged = [getattr(getattr(layer, "impl", None), "paged", None) for layer in layers]
+        served = all(has_kernel(each.codec) for each in paged if each is not None)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if served else AttentionCGSupport.NEVER
 
     def build(
@@ -135,6 +140,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         if last is not None and last[0] is common:
             return last[1]
         requests = common.num_reqs
+        # Without drafts the bound is exact, and a step with prefill need not wait for the device.
+        known = None if self.vllm_config.speculative_config else common.seq_lens_cpu_upper_bound
         table = common.block_table_tensor[:requests]
         step = Step(
             common.num_actual_tokens,
@@ -144,6 +151,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             # Compiled loops read int64; kernels read vLLM's buffer itself, whose address CUDA graphs record.
             table.long() if table.device.type == "cpu" else table,
             common.slot_mapping[: common.num_actual_tokens],
+            known if known is None else known[:requests],
         )
         if table.device.type == "cpu":
             step.lengths = step.lengths.long()

@@ -10,7 +10,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from recalkv.runtime import row_attention
 from recalkv.vllm.blocks import ExactTokensManager, ExactTokensSpec
+from recalkv.vllm.steps import StepBuilder
 from recalkv.vllm.window import ExactTokens
 
 try:
@@ -164,3 +166,30 @@ def test_the_worker_nulls_no_block_of_the_first_tokens() -> None:
     """What vLLM's second runner does from 0.33 on to leading blocks in a layer with a sliding window."""
     retained = manager(20, caching=False).spec.num_retained_tokens
     assert max(10**9 - retained, 0) // SIZE == 0 < retained < 2**31
+
+
+def test_steps_are_captured_where_kernels_decode_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def support(*widths: int) -> str:
+        codecs = [SimpleNamespace(keys=[], values=[SimpleNamespace(matrix=range(width))]) for width in widths]
+        layers = [SimpleNamespace(impl=SimpleNamespace(paged=SimpleNamespace(codec=codec))) for codec in codecs]
+        context = dict(enumerate([*layers, SimpleNamespace(impl=None), object()]))
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        return StepBuilder.get_cudagraph_support(config, None).name
+
+    monkeypatch.setattr(row_attention, "kernel", lambda: None)
+    assert support(128) == "NEVER"
+    monkeypatch.setattr(row_attention, "kernel", object)
+    assert support(128, 256) == "UNIFORM_SINGLE_TOKEN_DECODE" and support(128, 512) == "NEVER"
+
+
+@pytest.mark.parametrize("drafts", [None, object()])
+def test_lengths_are_read_from_the_device_only_with_drafts(drafts: Any) -> None:
+    builder = object.__new__(StepBuilder)
+    builder.vllm_config = SimpleNamespace(speculative_config=drafts)
+    common: Any = SimpleNamespace(
+        num_reqs=2, num_actual_tokens=30, query_start_loc_cpu=torch.tensor([0, 10, 30, 30]), max_seq_len=99,
+        seq_lens=torch.tensor([40, 20, 0]), seq_lens_cpu_upper_bound=torch.tensor([41, 21, 0]),
+        block_table_tensor=torch.zeros(3, 4, dtype=torch.int32), slot_mapping=torch.arange(30),
+    )  # fmt: skip
+    more = drafts is None
+    assert builder.build(0, common).chunks == [(0, 0, 30 + more, 10), (1, 10, 0 + more, 20)]
