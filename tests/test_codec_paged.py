@@ -22,18 +22,26 @@ _LENGTHS = (1, 3, 45, 130, 200, 31, 36)
 class _Sequences:
     """Random sequences in a cache of shuffled blocks, between which are bytes of other layers."""
 
-    def __init__(self, codec: LayerCodec, lengths: tuple[int, ...], sliding: int | None, kinds: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        codec: LayerCodec,
+        lengths: tuple[int, ...],
+        sliding: int | None,
+        kinds: dict[str, Any],
+        device: str = "cpu",
+    ) -> None:
         random = torch.Generator().manual_seed(7)
         self.codec, self.lengths, self.sliding, self.scale = codec, lengths, sliding, 0.2
         heads, (dk, dv) = 3 * codec.kv_heads, codec.head_dims
         self.aux = torch.randn(heads, generator=random) if kinds.get("aux") else None
         self.softcap = kinds.get("softcap")
-        self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, self.aux)
+        aux = None if self.aux is None else self.aux.to(device)
+        self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, aux, device=device)
         blocks, size = sum(-(-each // _BLOCK) for each in lengths), codec.row_bytes * _BLOCK
-        memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random)
+        memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random).to(device)
         rows = memory[:, 16 : 16 + size].unflatten(1, (_BLOCK // TILE, codec.row_bytes, TILE))
         exact_blocks, width = sum(-(-each // _EXACT_BLOCK) for each in lengths), codec.kv_heads * (dk + dv)
-        exact = torch.full((exact_blocks + 1, _EXACT_BLOCK, 2 * width), torch.nan)
+        exact = torch.full((exact_blocks + 1, _EXACT_BLOCK, 2 * width), torch.nan, device=device)
         self.layer.bind(rows, exact[..., 8 : 8 + width].unflatten(2, (codec.kv_heads, dk + dv)))
         self.tables = [self._table(each, random) for each in (_BLOCK, _EXACT_BLOCK)]
         shapes = (heads, dk), (codec.kv_heads, dk), (codec.kv_heads, dv)
@@ -156,3 +164,57 @@ def test_a_rehearsal_takes_what_chunks_take(monkeypatch: pytest.MonkeyPatch, lon
     query, key, value = (each[: count * len(starts)] for each in texts.states[0])
     texts.layer.rehearse(query, key, value, torch.empty_like(query), longest)
     assert seen[0] == seen[1] and torch.equal(texts.layer.rows, written)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sliding", [None, 50])
+def test_steps_of_a_graph_with_a_padded_request(
+    monkeypatch: pytest.MonkeyPatch, device: str, sliding: int | None
+) -> None:
+    """On a GPU, the step is captured once and replayed with other tokens, as vLLM does."""
+    if device == "cpu":
+        for name in ("layer_loops", "decoding_loops"):
+            monkeypatch.setattr(paged, name, lambda *_: None)
+    texts = _Sequences(_layer_codec(2), _LENGTHS[2:], sliding, {"aux": True}, device)
+    expected, begun = [texts.expected(n) for n in range(5)], [length - 3 for length in texts.lengths]
+    for number, count in enumerate(begun):
+        own = [each[:count].to(device) for each in texts.states[number][1:]]
+        places = torch.arange(count)
+        slots = [texts.slots(kind, number, places).to(device) for kind in range(2)]
+        texts.layer.write(*own, places.to(device), *slots)
+    whole = [torch.nn.functional.pad(torch.stack(table), (0, 0, 0, 1)).to(device) for table in texts.tables]
+    tables = [each if device == "cpu" else each.int() for each in whole]
+
+    def tensors(step: int) -> list[Tensor]:
+        places = torch.tensor([begin + step for begin in begun])
+        states = [
+            torch.stack([each[kind][place] for each, place in zip(texts.states, places, strict=True)])
+            for kind in range(3)
+        ]
+        slots = [torch.stack([texts.slots(kind, n, place) for n, place in enumerate(places)]) for kind in range(2)]
+        padded = [torch.cat([each, torch.ones_like(each[:1])]) for each in states]
+        return [*padded, *(torch.nn.functional.pad(each, (0, 1), value=-1) for each in (places, *slots))]
+
+    given = [each.to(device) for each in tensors(0)]
+
+    def run() -> Tensor:
+        query, key, value, places, *slots = given
+        texts.layer.write(key, value, places, *slots)
+        return texts.layer.decode(query, key, value, Tokens(tables[0], tables[1], places + 1, 1024))
+
+    output, replay = run(), None
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = run()
+        replay = graph.replay
+    for step in range(3):
+        for kept, new in zip(given, tensors(step), strict=True):
+            kept.copy_(new)
+        if replay is None:
+            output = run()
+        else:
+            replay()
+        assert output.isfinite().all()
+        for number, own in enumerate(output[:5].cpu()):
+            torch.testing.assert_close(own.double(), expected[number][begun[number] + step], rtol=2e-3, atol=2e-3)
