@@ -13,6 +13,7 @@ from recalkv.evaluation.suites.items import local_data
 from recalkv.evaluation.suites.zeroshot import PAPER_TASKS, zero_shot
 from recalkv.model.precision import evaluation_precision
 from recalkv.store.stores import digest_of
+from recalkv.text.corpora import load_tokenizer
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, figures_key, is_of, opened
 
@@ -31,12 +32,10 @@ def answers(
     batch_size: Annotated[int, typer.Option(help="Prompts at a time: memory, not results.")] = 20,
 ) -> None:
     """Run the tasks with greedy decoding; write scores and texts to OUT/NAME.json, unless they are up to date."""
-    from transformers import AutoTokenizer
-
     if suite not in (*SUITES, _CHOICES):
         raise ParameterError(f"suite {suite!r} is unknown; choose one of {', '.join((*SUITES, _CHOICES))}.")
     check_names([name for name in names if name != "dense"])
-    tokenizer = AutoTokenizer.from_pretrained(run.model().folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(run.model().folder)
     files = local_data(items, PAPER_TASKS) if suite == _CHOICES else {suite: items}
     prompts = [] if suite == _CHOICES else read_prompts(suite, items, limit)
     record = {

@@ -17,7 +17,7 @@ from recalkv.evaluation.quantizers import quantizer
 from recalkv.model.loading import load_model
 from recalkv.model.support import check_supported
 from recalkv.runtime.models import stop_codec, use_codec
-from recalkv.text.corpora import main_documents
+from recalkv.text.corpora import load_tokenizer, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
 
@@ -31,10 +31,8 @@ def contexts(
     names: Annotated[list[str], typer.Option("--quantizer", help="A quantized cache; repeatable.")],
 ) -> None:
     """Read one text with each cache; write the mean divergence between power-of-two positions to OUT."""
-    from transformers import AutoTokenizer
-
     folder = run.model().folder
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     text = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     if len(text) < length:
         raise ParameterError(

@@ -16,6 +16,7 @@ from recalkv.model.precision import evaluation_precision
 from recalkv.model.source import fingerprint
 from recalkv.model.spec import LatentSpec
 from recalkv.params import public_name
+from recalkv.text.corpora import load_tokenizer
 from stages.common import Stage, stage, write_json
 
 
@@ -24,8 +25,6 @@ def evaluate(
     run: Stage, checkpoint: Annotated[str, typer.Option(help="Checkpoint to evaluate; default DATA/compressed.")] = ""
 ) -> None:
     """Measure the compressed checkpoint; write REPORTS/metrics.json, samples.json and environment.json."""
-    from transformers import AutoTokenizer
-
     wanted, folder = run.params.evaluation, Path(checkpoint) if checkpoint else run.data / "compressed"
     baseline = run.read("baseline")
     record = baseline.attributes["parameters"]
@@ -33,7 +32,7 @@ def evaluate(
     model = load_model(folder, run.device, run.evaluated_dtype(folder))
     with run.bar(sum(len(text.windows) for text in texts.values()), "window") as bar:
         against = {place: text.compare(model, wanted, bar.update) for place, text in texts.items()}
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     compressed = measure_generation(model, tokenizer, texts[MAIN_TEXT].windows.tokens)
     spec = LatentSpec.from_config(model.config)
     metrics = {

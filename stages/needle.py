@@ -11,7 +11,7 @@ from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.model.support import check_supported
 from recalkv.runtime.models import codec_of
-from recalkv.text.corpora import check_length, main_documents
+from recalkv.text.corpora import check_length, load_tokenizer, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, figures_key, is_of, opened
@@ -24,7 +24,7 @@ def needle(
     name: Annotated[str, typer.Argument(help=f"dense, {HELP}")],
 ) -> None:
     """Ask for the numbers at every length and depth; write the scores to OUT, unless they are up to date."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     if name != "dense":
         check_names([name])
@@ -34,7 +34,7 @@ def needle(
     key = figures_key(run, name, ["evaluation/suites", "kernels", "text"], settings, [])
     if is_of(out, key):
         return
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     haystack = joined_tokens(tokenizer, main_documents(run.params.evaluation))
     with opened(run, name, one_pass=True) as (model, _), run.bar(len(wanted.lengths) * wanted.trials, "prompt") as bar:
         choose_kernels(model)

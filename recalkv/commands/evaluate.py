@@ -159,19 +159,17 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
 
     The compression has finished, so a failed evaluation is reported, not raised.
     """
-    from transformers import AutoTokenizer
-
     from recalkv.evaluation.comparison import QUICK, compare, positions_of, possible
     from recalkv.model.modeling import register
     from recalkv.reports.comparison import WITHIN, advice, write
-    from recalkv.text.corpora import held_out_windows
+    from recalkv.text.corpora import held_out_windows, load_tokenizer
     from recalkv.text.windows import joined_tokens
 
     start = time.monotonic()
     # Otherwise transformers warns about the unknown model type when it loads the tokenizer.
     register()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+        tokenizer = load_tokenizer(out)
         wanted = possible(QUICK, positions_of(out))
         count, window = wanted.evaluation.max_windows or 8, wanted.evaluation.window
         held_out = held_out_windows(tokenizer, texts, calibration, count, window)

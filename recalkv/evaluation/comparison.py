@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from recalkv import __version__
 from recalkv.codec.sidecar import Codec
@@ -42,6 +42,7 @@ from recalkv.model.spec import LatentSpec
 from recalkv.model.stored_weights import weight_files
 from recalkv.params import EvaluationParams, NeedleParams
 from recalkv.runtime.models import stop_codec, use_codec
+from recalkv.text.corpora import load_tokenizer
 from recalkv.text.windows import Windows
 
 _CACHED_TOKENS = 64
@@ -191,7 +192,7 @@ def compare(
     spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
     wanted = possible(wanted, positions_of(folder), len(haystack))
     dtypes = _dtypes({dense, folder}, wanted.evaluation.precision, device)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     model = load_model(dense, device, dtypes[dense])
     if isinstance(own, Codec):
         stop_codec(use_codec(model, own))  # refuse a codec of another model early
