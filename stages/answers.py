@@ -55,8 +55,9 @@ def answers(
             texts.setdefault(prompt.task, []).append(text)
         return {"scores": scores, "texts": texts}
 
+    precision = evaluation_precision(run.params.evaluation.precision, run.device)
+
     def chosen(model: Any) -> dict[str, Any]:
-        precision = evaluation_precision(run.params.evaluation.precision, run.device)
         found = zero_shot(model, tokenizer, files, limit=limit, batch_size=batch_size, precision=precision)
         return {"scores": {each.task: [float(right) for right in each.correct] for each in found}, "texts": {}}
 
@@ -67,7 +68,9 @@ def answers(
         with opened(run, name, one_pass=suite == _CHOICES) as (model, cache), run.bar(len(prompts), "answer") as bar:
             bar.set_description(name)
             found = chosen(model) if suite == _CHOICES else generated(model, cache, bar.update)
-            found["ran"] = f"{str(model.dtype).removeprefix('torch.')}, {device_name(run.device)}"
+            # Choices are read with products in this precision, whatever the weights' dtype.
+            dtype = precision if suite == _CHOICES else str(model.dtype).removeprefix("torch.")
+            found["ran"] = f"{dtype}, {device_name(run.device)}"
         write_json(path, record | found | {"key": keys[name]})
 
 
