@@ -169,8 +169,11 @@ class PagedLayer:
             return self._decode_by_loops(loops, query, key, value, tokens)
         if len(query) > _TOGETHER:
             split = (each.split(_TOGETHER) for each in (query, key, value, *tokens[:3]))
-            parts = [(own[:3], Tokens(own[3], own[4], own[5], tokens.longest)) for own in zip(*split, strict=True)]
-            return torch.cat([self.decode(q, k, v, few) for (q, k, v), few in parts])
+            parts = [
+                self.decode(q, k, v, Tokens(rows, exact, own, tokens.longest))
+                for q, k, v, rows, exact, own in zip(*split, strict=True)
+            ]
+            return torch.cat(parts)
         lengths, device = tokens.lengths.long(), query.device
         low = self._lowest(lengths)
         first = torch.arange(self.sinks, device=device).expand(len(lengths), -1)
