@@ -98,7 +98,7 @@ def cache_size(
     config: Annotated[
         str,
         typer.Option(
-            help="Folder with a config.json, dense or compressed, or a model such as llama-2-7b; default all."
+            help="Dense or compressed model: a folder or a hub id, or a name such as llama-2-7b; default all names."
         ),
     ] = "",
 ) -> None:
@@ -109,23 +109,34 @@ def cache_size(
     with user_errors():
         if not config:
             tables = [(name, sizes, table(sizes)) for name, sizes in KNOWN.items()]
-        elif (Path(config) / "config.json").exists() or Path(config).name == "config.json":
-            config = str(Path(config).parent) if Path(config).name == "config.json" else config
+        elif (folder := _config_folder(config)) is not None:
             from recalkv.model.modeling import register
             from recalkv.model.source import load_config
             from recalkv.model.spec import LatentSpec
 
             register()
-            loaded = load_config(Path(config), config)
+            loaded = load_config(folder, config)
             sizes = ModelSizes.from_config(loaded)
             own = None
             if hasattr(loaded, "recalkv"):
                 own = [layer.cached_bytes() for layer in LatentSpec.from_config(loaded).layers]
-            tables = [(Path(config).name, sizes, table(sizes, own))]
+            tables = [(Path(config.removesuffix("/config.json")).name, sizes, table(sizes, own))]
         else:
-            sizes = known_sizes(config, "--config (no folder with a config.json)")
+            sizes = known_sizes(config, "--config (no folder with a config.json, and no OWNER/NAME of the hub)")
             tables = [(config, sizes, table(sizes))]
         print("\n".join(markdown(*each) for each in tables))
+
+
+def _config_folder(name: str) -> Path | None:
+    """Return the folder of a local config.json, or fetch that of a hub id; None for other names."""
+    path = Path(name)
+    if (path / "config.json").exists() or path.name == "config.json":
+        return path.parent if path.name == "config.json" else path
+    if name.count("/") != 1 or name.startswith("paper/") or path.exists():
+        return None
+    from recalkv.model.source import hub_config
+
+    return hub_config(name)
 
 
 if __name__ == "__main__":

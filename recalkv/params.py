@@ -136,9 +136,9 @@ class CompressionParams(_Section):
     )
     bits: Literal["auto", 16, 8, 4, 3, 2, "mixed"] = Field(
         "auto",
-        description="bits per cached element; 16 leaves latents in the model's type, mixed gives every direction 0 to "
-        "8 under the one budget, auto is mixed where the allocation is water-filling and rank_multiple is 1, else 16. "
-        "Below 16, `ratio` counts bytes against a dense 16-bit cache",
+        description="bits per cached element, of a cache whose size `ratio` sets; 16 leaves latents in the model's "
+        "type, mixed gives every direction 0 to 8 under the one budget, auto is mixed where the allocation is "
+        "water-filling and rank_multiple is 1, else 16. Below 16, `ratio` counts bytes against a dense 16-bit cache",
     )  # fmt: skip
     exact_window: int = Field(
         32,

@@ -19,8 +19,10 @@ from stages.stored_codec import stored_codec
 def codec_cell(
     run: Stage,
     out: Annotated[Path, typer.Argument(help="File of the figures.")],
-    bits: Annotated[float | None, typer.Option(help="Bits of a number; default the side-car DATA/codec.")] = None,
-    heads: Annotated[int | None, typer.Option(help="KV heads per code; default as many as are worth it.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Bits per cached element; default the side-car DATA/codec.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="KV heads per code; default as many as fit 256 elements.")] = None,
 ) -> None:
     """Measure the dense model with a codec; write its figures to OUT."""
     folder = run.model().folder

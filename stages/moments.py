@@ -7,7 +7,7 @@ from recalkv.codec.context import cached_tokens, model_context, model_fingerprin
 from recalkv.codec.moments import take_moments
 from recalkv.model.language import load_language_model, placement
 from recalkv.model.source import checkpoint_dtype
-from recalkv.params import advancing
+from recalkv.params import advancing, public_name
 from recalkv.store.codec_moments import put_codec_moments
 from stages.common import Stage, stage
 
@@ -16,7 +16,8 @@ from stages.common import Stage, stage
 def moments(run: Stage) -> None:
     """Collect all layers' moments at the attention function, forward and backward over the first windows."""
     wanted, seed, folder = run.params.codec, run.params.calibration.seed, run.model().folder
-    windows = run.read("sample").get("windows")[: wanted.samples]
+    sampled = run.read("sample")
+    windows = sampled.get("windows")[: wanted.samples]
     # On a CPU, 16-bit weights would also round the keys; matrix products there use calibration.precision.
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
@@ -28,6 +29,7 @@ def moments(run: Stage) -> None:
         "context": context, "seed": seed, "shape": list(windows.shape), "fingerprint": model_fingerprint(model),
         "tokens": {str(index): tokens[index] for index in found}, "dtype": str(dtype), "precision": run.precision,
         "sliding_windows": sliding_windows(model),
+        "texts": [public_name(text) for text in sampled.attributes["parameters"]["text"]],
         "rope": rope_facts(model.config),
     }  # fmt: skip
     with run.write(record) as store:

@@ -17,6 +17,7 @@ def stored_codec(run: Stage, bits: float, heads: int | None = None) -> Codec:
         "model": public_name(dense.name),
         "revision": dense.revision,
         "bits": bits,
+        "texts": known["texts"],
         "windows": known["shape"],
         "seed": known["seed"],
         "rope": known["rope"],

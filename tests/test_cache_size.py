@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import DynamicCache
@@ -95,6 +96,16 @@ def test_models_that_transformers_does_not_know_are_refused(tmp_path: Path) -> N
         (tmp_path / "model.safetensors").write_text("weights")
         said = refused(*command)
         assert said.count("error:") == 1 and "is not a config that this version of transformers takes" in said
+
+
+def test_a_hub_models_config_is_fetched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_model("llama-gqa").config.save_pretrained(tmp_path)
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *given, **_: asked.append(given) or str(tmp_path / "config.json")
+    )
+    assert "| 16 bits |" in done("cache-size", "--config", "owner/model")
+    assert asked == [("owner/model", "config.json")]
 
 
 def test_errors_name_the_known() -> None:

@@ -92,7 +92,7 @@ def test_texts_give_windows_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "remedy"), [(19, r"or a shorter calibration\.length\."), (45, "or at most 2 windows of this length")]
+    ("tokens", "remedy"), [(19, r"or shorter ones \(--length\)\."), (45, "or at most 2 windows of this length")]
 )
 def test_what_to_do_with_a_short_text(tokens: int, remedy: str) -> None:
     raises(DataError, remedy, sample_windows, torch.arange(tokens), 3, 20, 0)

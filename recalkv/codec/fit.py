@@ -73,7 +73,8 @@ def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None)
         size = heads or heads_per_code(own.kv_heads, own.means[0].shape[1])
         if own.kv_heads % size:
             raise ParameterError(
-                f"codec: {size} heads per code do not divide the {own.kv_heads} KV heads of layer {index}."
+                f"codec: {size} heads per code do not divide the {own.kv_heads} KV heads of layer {index}; choose a "
+                f"divisor, or leave out `heads`."
             )
         for side in (0, 1):
             width = size * own.means[side].shape[1]

@@ -158,7 +158,8 @@ def take_moments(
     samples, length = windows.shape
     if length < SINKS + 2:
         raise DataError(
-            f"codec: calibration.length={length} must be at least {SINKS + 2}: two tokens after the {SINKS} sinks."
+            f"codec: calibration.length={length} must be at least {SINKS + 2}: two tokens after the {SINKS} sinks; use "
+            f"longer windows (--length)."
         )
     own, served = (rotations, rotations) if rotations is not None else _measured(model, length, context)
     mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
@@ -169,7 +170,8 @@ def take_moments(
             progress("means", number + 1, prior)
     if not sums.sides:
         raise UnsupportedModelError(
-            f"codec: no layer of {type(model).__name__} passes keys and values to transformers' attention interface."
+            f"codec: no layer of {type(model).__name__} passes keys and values to transformers' attention interface; "
+            f"use the dense cache."
         )
     sums.finish_means(heads)
     sampler = torch.Generator("cpu").manual_seed(seed)
@@ -222,7 +224,8 @@ class _Sums:
         pair = self.sides.setdefault(layer, (_Side(), _Side()))
         if key.shape[-1] % 2:
             raise UnsupportedModelError(
-                f"codec: keys of layer {layer} have {key.shape[-1]} numbers, and only even sizes can be coded."
+                f"codec: keys of layer {layer} have {key.shape[-1]} numbers, and only even sizes can be coded; "
+                f"use the dense cache."
             )
         for side, states in zip(pair, (self.before_rope(layer, key), value[:, :, SINKS:]), strict=True):
             if not bool(torch.isfinite(states).all()):

@@ -378,7 +378,8 @@ def _layer(tensors: Mapping[str, Tensor], name: str, layout: Mapping[str, Sequen
         for code in codes:
             if code.matrix.ndim != 2 or code.matrix.shape[0] != code.matrix.shape[1] or code.width > len(code.matrix):
                 raise CheckpointError(
-                    f"codec: {name}.{side} has a basis of {tuple(code.matrix.shape)} for {code.width}."
+                    f"codec: {name}.{side} has a basis of {tuple(code.matrix.shape)} for {code.width} coded numbers, "
+                    "and it must be square and no narrower; fit again."
                 )
         sides.append(codes)
     means = tensors[f"{name}.key_mean"], tensors[f"{name}.value_mean"]

@@ -27,7 +27,7 @@ def compress(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the folder, if it holds a compressed checkpoint.")
     ] = False,
-    revision: Annotated[str | None, option(ModelParams, "revision")] = None,
+    revision: Annotated[str | None, option(ModelParams, "revision", "its default branch")] = None,
     method: Annotated[str, option(CompressionParams, "method")] = _COMPRESSION.method,
     ratio: Annotated[float | None, option(CompressionParams, "ratio", str(_COMPRESSION.ratio))] = None,
     target: Annotated[str | None, typer.Option(help=_TARGET)] = None,

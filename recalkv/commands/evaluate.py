@@ -24,7 +24,9 @@ def evaluate(
     ],
     codec: Annotated[Path | None, typer.Option(help="Codec fitted to this model: a folder or a hub id.")] = None,
     dense: Annotated[str, typer.Option(help="Dense model; default: the one recorded in the checkpoint.")] = "",
-    text: Annotated[list[str], typer.Option(help=describe(EvaluationParams.model_fields["text"]))] = ["embedded"],  # noqa: B006
+    text: Annotated[
+        list[str], typer.Option(help=f"{describe(EvaluationParams.model_fields['text'])}; repeat it for several")
+    ] = ["embedded"],  # noqa: B006
     split: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["split"]))] = "test",
     field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",
     tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks; data from the hub, or from --items.")] = "",
@@ -32,7 +34,11 @@ def evaluate(
     limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
     quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Markdown file; JSON beside it. Default: evaluation.md in the folder.")
+        Path | None,
+        typer.Option(
+            help="Markdown file; JSON beside it. Default: evaluation.md in the folder, or NAME-evaluation.md here, for "
+            "a hub model or the pipeline's output."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help=describe(RuntimeParams.model_fields["device"]))] = RuntimeParams().device,
 ) -> None:
@@ -70,6 +76,10 @@ def evaluate(
         if codec is not None and dense:
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
         own = None if codec is None else Codec.load(codec)
+        # Before a model is downloaded for them.
+        documents = {
+            name: main_documents(EvaluationParams(text=each, split=split, field=field)) for each, name in shown.items()
+        }
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference, known = _models(small, dense, own, Path(scratch))
             files = {name for each, name in shown.items() if Path(each).is_file()}
@@ -84,8 +94,8 @@ def evaluate(
                 name: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
                 for each, name in shown.items()
             }
-            windows = {each: main_windows(tokenizer, own) for each, own in texts.items()}
-            haystack = joined_tokens(tokenizer, main_documents(texts[shown[text[0]]]))
+            windows = {each: main_windows(tokenizer, own, documents[each]) for each, own in texts.items()}
+            haystack = joined_tokens(tokenizer, documents[shown[text[0]]])
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _printed_steps())
         write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))

@@ -14,7 +14,8 @@ from recalkv.presets import describe
 
 def option(section: type[BaseModel], name: str, default: str | bool = True) -> Any:
     """Return an option with a parameter's description; ``default`` replaces the default value shown by help."""
-    return typer.Option(help=describe(section.model_fields[name]), show_default=default)
+    # The file's null is an option that is left out.
+    return typer.Option(help=describe(section.model_fields[name]).partition("; null")[0], show_default=default)
 
 
 def check_revision(source: str, revision: str | None) -> None:

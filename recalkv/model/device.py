@@ -14,7 +14,10 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).item()  # which the meta device has not
     except (RuntimeError, AssertionError) as error:
-        raise ParameterError(f"runtime.device={name!r} cannot be used here; set it to auto or cpu.") from error
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ParameterError(
+            f"device {name!r} cannot be used here ({why}); choose auto or cpu (--device, runtime.device)."
+        ) from error
     check_device(device)
     return device
 

@@ -123,7 +123,9 @@ class LayerSource(ABC):
     def tensor(self, name: str) -> Tensor:
         """Return one tensor by its name in the language model, float32, on the device."""
         if not self.has_tensor(name):
-            raise ModelUnavailableError(f"{self} has no tensor {name!r}; the checkpoint is incomplete.")
+            raise ModelUnavailableError(
+                f"{self} has no tensor {name!r}; the checkpoint is incomplete: download it again."
+            )
         return self._tensor_names.read(name, self._weight)
 
     def _weight(self, name: str) -> Tensor:

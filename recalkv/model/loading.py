@@ -36,7 +36,8 @@ def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype | st
     except Exception as error:  # transformers and what it loads with raise many unrelated types
         why = str(error).strip().partition("\n")[0]
         raise ModelUnavailableError(
-            f"{folder} cannot be loaded as a causal language model ({type(error).__name__}: {why})."
+            f"{folder} cannot be loaded as a causal language model ({type(error).__name__}: {why}); "
+            f"check the files of the folder, or update transformers."
         ) from error
 
 

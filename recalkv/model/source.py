@@ -269,14 +269,19 @@ def load_config(folder: Path, name: str) -> Any:
         ) from error
 
 
-def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:
-    """Fetch a hub model's safetensors and tokenizer once its config is approved; return the folder and commit."""
+def hub_config(name: str, revision: str | None = None) -> Path:
+    """Fetch the config.json of a hub model alone; return its folder, which the commit names."""
     from huggingface_hub import hf_hub_download
 
     with _reaching(name, revision):
-        config = Path(hf_hub_download(name, "config.json", revision=revision))
-    _check_config(config, name, any_family)
-    commit = config.parent.name
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+
+
+def _download(name: str, revision: str | None, any_family: bool) -> tuple[Path, str]:
+    """Fetch a hub model's safetensors and tokenizer once its config is approved; return the folder and commit."""
+    folder = hub_config(name, revision)
+    _check_config(folder / "config.json", name, any_family)
+    commit = folder.name
     with _reaching(name, commit):
         return _fetched(name, commit), commit
 

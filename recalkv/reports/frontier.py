@@ -58,9 +58,9 @@ def family(row: Mapping[str, Any]) -> str:
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Draw KL divergence over bits per element, both logarithmic: one panel per text, one line per method family.
 
-    Variants of our method (``ours-NAME-BITS``) appear only in the table.
+    Variants of latents (``latents-NAME-BITS``) appear only in the table.
     """
-    rows = [row for row in rows if not family(row).startswith("ours-")]
+    rows = [row for row in rows if not family(row).startswith("latents-")]
     texts = list(dict.fromkeys(row["text"] for row in rows))
     families = sorted({(not row["ours"], family(row)) for row in rows})
     figure, axes = plt.subplots(1, len(texts), figsize=(4.3 * len(texts), 4.2), sharey=True, layout="constrained")
@@ -72,7 +72,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             # Emphasize our lines; low-rank methods of the literature are dashed.
             dashed = name.startswith(_PAPERS)
             style = {"linewidth": 1.0, "linestyle": "--" if dashed else "-", "markersize": 5}
-            if name == "ours":
+            if name == "latents":
                 style = {"linewidth": 2.8, "color": "black", "markersize": 6}
             if name == "codec":
                 style = {"linewidth": 2.8, "color": "tab:red", "markersize": 6}
@@ -99,7 +99,7 @@ def page(rows: Sequence[Row], setting: str, picture: str) -> str:
         "distribution from the dense model's in nats per token, with its standard error over documents; top-1 is the "
         "fraction of positions at which both models rank the same token first; excess is the increase of the loss.",
         "",
-        f"{setting} `ours-N` are latents of N bits per element (method `loss-aware`), `codec-N` is the codec; "
+        f"{setting} `latents-N` are latents of N bits per element (method `loss-aware`), `codec-N` is the codec; "
         "`embedded` is SmolLM2-135M as a model, and Wikipedia articles as a text.",
         "",
         f"![Divergence by bits]({picture})",

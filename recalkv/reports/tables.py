@@ -159,9 +159,9 @@ def frontier(report: Mapping[str, Any]) -> str:
 
 _GPU_CONTEXT = 8192
 _CACHES = {
-    "codec-4": "**codec**, 4-bit rows",
-    "codec-3": "**codec**, 3-bit rows",
-    "latents-4": "**latents**, 4-bit rows",
+    "codec-4": "**codec**, 4 bits",
+    "codec-3": "**codec**, 3 bits",
+    "latents-4": "**latents**, 4 bits",
     "fp8": "fp8 (e4m3)",
     "kivi-4": "KIVI, 4 bits",
     "turboquant-4": "TurboQuant, 4 bits",
@@ -222,7 +222,7 @@ def exact_window(report: Mapping[str, Any]) -> str:
     """Render KL divergence of latents without and with the residual window, two columns per text."""
     rows = {(row["method"], row["text"]): row["kl"] for row in report["rows"]}
     texts = list(dict.fromkeys(row["text"] for row in report["rows"]))
-    sides = {"without": "ours-no-window", "with": "ours"}
+    sides = {"without": "latents-no-window", "with": "latents"}
     lines = [
         [str(bits), *(f"{rows[f'{method}-{bits}', text]:.4f}" for text in texts for method in sides.values())]
         for bits in (4, 2, 1)
@@ -278,7 +278,7 @@ def zeroshot(default: Mapping[str, Any], small: Mapping[str, Any]) -> str:
             gap = f"{each['difference']:+.1%} ± {each['difference_standard_error']:.1%}"
             cells += [accuracy or f"{each['compressed']['accuracy']:.1%}", gap]
         lines.append(cells)
-    return markdown(["task", "items", "dense", "default", "difference", "`small`", "difference"], lines)
+    return markdown(["task", "items", "dense", "latents", "difference", "`small`", "difference"], lines)
 
 
 def stages(timings: Mapping[str, Mapping[str, float]]) -> str:

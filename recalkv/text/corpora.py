@@ -233,9 +233,9 @@ def main_documents(wanted: EvaluationParams) -> list[Document]:
     )
 
 
-def main_windows(tokenizer: Any, wanted: EvaluationParams) -> Windows:
-    """Return the windows of ``evaluation.text``."""
-    return _windows(tokenizer, wanted, wanted.text, main_documents(wanted))
+def main_windows(tokenizer: Any, wanted: EvaluationParams, documents: list[Document] | None = None) -> Windows:
+    """Return the windows of ``evaluation.text``; ``documents`` are those of :func:`main_documents`, if loaded."""
+    return _windows(tokenizer, wanted, wanted.text, main_documents(wanted) if documents is None else documents)
 
 
 def further_windows(tokenizer: Any, wanted: EvaluationParams, text: str) -> Windows:

@@ -155,7 +155,7 @@ def check_shares(samples: int, texts: Collection[str]) -> None:
     if samples < len(texts):
         raise ParameterError(
             f"calibration.samples={samples} windows are fewer than the {len(texts)} texts {', '.join(texts)}; use at "
-            f"least {len(texts)} windows, or fewer texts (calibration.text)."
+            f"least {len(texts)} windows (--samples), or fewer texts (--text)."
         )
 
 
@@ -297,7 +297,7 @@ def _starts(tokens: Tensor, samples: int, length: int, seed: int) -> list[int]:
     spare = len(tokens) - samples * length
     if spare < 0:
         fitting = len(tokens) // length
-        less = f"at most {fitting} windows of this length" if fitting else "a shorter calibration.length"
+        less = f"at most {fitting} windows of this length (--samples)" if fitting else "shorter ones (--length)"
         raise DataError(
             f"the calibration set has {len(tokens)} tokens, but calibration.samples={samples} windows of "
             f"calibration.length={length} need {samples * length}; use a larger set, or {less}."

@@ -47,8 +47,11 @@ def served_model() -> "ServedModel | None":
 
 def _side_car(config: VllmConfig) -> Path | None:
     """Return the folder of the side-car, or None; a folder that the option names must exist."""
-    options = config.additional_config
-    named = options.get(OPTION) if isinstance(options, dict) else None
+    options = config.additional_config if isinstance(config.additional_config, dict) else {}
+    unknown = [key for key in options if str(key).lower().startswith("recalkv") and key != OPTION]
+    if unknown:
+        raise ParameterError(f"additional_config key {unknown[0]!r} is unknown; write {OPTION!r}.")
+    named = options.get(OPTION)
     if named is not None:
         return Path(named) if named else None
     beside = Path(config.model_config.model)

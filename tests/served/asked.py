@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "other": {"additional_config": {"recalkv_codec": str(FOLDER / "qwen2-bias" / "codec")}},
     "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}},
     "nowhere": {"additional_config": {"recalkv_codec": "nowhere"}},
+    "typed": {"additional_config": {"recalkv-codec": "codec"}},
 }
 
 

@@ -365,6 +365,7 @@ def said() -> dict[str, str]:
         ("other", "was fitted to a model of fingerprint"),
         ("rope", "was fitted to a model with RoPE"),
         ("nowhere", "nowhere is not a folder"),
+        ("typed", "additional_config key 'recalkv-codec' is unknown; write 'recalkv_codec'"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: str, message: str, said: dict[str, str]) -> None:

@@ -69,9 +69,9 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON: {error}.") from error
+        raise DataError(f"{path}, line {number}: not JSON: {error}; correct or remove the line.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}, not an object.")
+        raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; every line must be an object.")
     return row
 
 
