@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from recalkv.runtime.cache import SLACK, CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.codes import _kept_levels
+from recalkv.trellis.rows import TILE
 from tests import raises, tiny
 from tests.coded import WINDOW, assert_agree, codec_of, coded_model, dense, fit, in_chunks, one_pass, token_ids
 
@@ -28,6 +30,13 @@ def test_a_codec_of_another_model_is_refused() -> None:
     with pytest.raises(CheckpointError, match="fingerprint .* fit one to this model"):
         use_codec(dense("llama-mha"), codec_of("llama-gqa"))
     raises(CheckpointError, "fingerprint", use_codec, dense("llama-gqa", seed=1), codec_of("llama-gqa"))
+
+
+def test_offloaded_embeddings_are_refused_where_they_are_to_be_compared() -> None:
+    model = dense("llama-gqa")
+    model.get_input_embeddings().to("meta")
+    raises(CheckpointError, "embeddings are offloaded, .* check=False", use_codec, model, codec_of("llama-gqa"))
+    use_codec(model, codec_of("llama-gqa"), check=False)
 
 
 def test_heads_of_other_sizes_are_refused_even_unchecked() -> None:
@@ -235,6 +244,35 @@ def test_what_slid_out_is_taken_back_where_it_was_recorded() -> None:
     assert_agree(found, one_pass(model, ids)[:, 60:], 0.05, 0.2)
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_rows_recorded_before_the_window_are_freed(kept: int) -> None:
+    """Assisted generation records from before the prompt, which may be much longer than the window."""
+    model, ids = coded_model("mistral-sliding"), torch.cat([token_ids(seed=seed) for seed in range(4)], 1)
+    cache = codec_cache(model)
+    cache.activate_past_recording()
+    in_chunks(model, ids, [237 + kept], cache)
+    assert all(layer.keys.shape[1] * TILE >= 237 for layer in cache.layers)
+    cache.crop(-kept)
+    window = 16 + SLACK + 2 * TILE
+    assert all(layer.keys.shape[1] * TILE <= window for layer in cache.layers)
+    found, _ = in_chunks(model, ids, [238, 239, 240], cache)
+    assert_agree(found, one_pass(model, ids)[:, 237:])
+    cache.crop(-2)
+    found, _ = in_chunks(model, ids, [239, 240], cache)
+    assert_agree(found, one_pass(model, ids)[:, 238:])
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
+def test_sliding_layers_of_a_static_cache_stay_where_they_are(family: str) -> None:
+    model, ids = coded_model(family), torch.cat([token_ids(), token_ids(seed=8)], 1)
+    cache = StaticCache(config=model.config, max_cache_len=128)
+    in_chunks(model, ids, [10], cache)
+    places = [layer.keys.data_ptr() for layer in cache.layers]
+    found, _ = in_chunks(model, ids, range(11, 121), cache)
+    assert places == [layer.keys.data_ptr() for layer in cache.layers]
+    assert_agree(found, in_chunks(model, ids, [10, *range(11, 121)])[0][:, 10:])
+
+
 def test_a_static_cache_does_not_overflow() -> None:
     model, ids = coded_model(), token_ids()
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -429,6 +467,18 @@ def test_padding_between_turns_is_refused() -> None:
     positions = (mask.cumsum(1) - 1)[:, 30:].clamp_min(0)
     with pytest.raises(ParameterError, match="position_ids give 30 where a sequence's slots give 35"):
         model(ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_padding_inside_a_prompt_is_refused(cached: bool) -> None:
+    model, ids = coded_model(), token_ids()
+    mask = torch.ones(6, 60, dtype=torch.int64)
+    mask[2, 20:25] = 0
+    # As `generate` gives them.
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
+    read = functools.partial(model, ids, attention_mask=mask, use_cache=cached)
+    raises(ParameterError, "pad before the first token alone", read, position_ids=positions)
+    read(position_ids=torch.arange(60)[None])  # tokens hidden from others that keep their places
 
 
 def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:

@@ -80,8 +80,19 @@ def model_fingerprint(model: Any) -> str:
     """Return the identity that a codec is bound to: hash of a model's sizes and of the signs of some embedding weights.
 
     Those signs stay the same if the weights are later quantized, cast, sharded over devices or adapted by LoRA.
+
+    Raises
+    ------
+    CheckpointError
+        If the embeddings are offloaded.
     """
-    return _fingerprint(model.config.get_text_config(decoder=True), model.get_input_embeddings().weight.detach())
+    weight = model.get_input_embeddings().weight.detach()
+    if weight.is_meta:
+        raise CheckpointError(
+            "codec: the model's embeddings are offloaded, so they cannot be compared with the codec's model; load them "
+            "on a device (`device_map`), or give check=False to `use_codec`."
+        )
+    return _fingerprint(model.config.get_text_config(decoder=True), weight)
 
 
 def checkpoint_fingerprint(folder: Path, config: Any) -> str | None:

@@ -65,7 +65,9 @@ class Code:
     @functools.cached_property
     def back(self) -> Tensor:
         """Matrix (width, n) that maps coefficients to centered states."""
-        return self.matrix.double().inverse()[: self.width].float().contiguous()
+        # On the CPU: some devices have no float64.
+        inverse = self.matrix.cpu().double().inverse()[: self.width].float()
+        return inverse.contiguous().to(self.matrix.device)
 
 
 @dataclass(frozen=True)

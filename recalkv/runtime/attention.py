@@ -292,34 +292,16 @@ def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, low: int, end:
     )
 
 
-def _uncached(
-    own: LayerCodec,
-    codec: Codec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Attend without a cache, or over a cache of exact states, as if all tokens had been cached as rows."""
-    start = key.shape[2] - query.shape[2]
+def _uncached(own: LayerCodec, codec: Codec, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+    """Attend without a cache, as if all tokens had been cached as rows; ``arguments`` are those of :func:`_cached`."""
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(
+            f"codec: {query.shape[2]} queries attend to {key.shape[2]} keys, and no cache of rows holds the earlier "
+            f"ones; pass the cache as `past_key_values`."
+        )
     layer = CodecLayer(own, codec.window, codec.sinks)
     layer.lazy_initialization(key, value)
-    seen = None
-    if mask is not None:
-        _check_causal(mask, query.shape[2])
-        seen = mask.any(1).any(1).expand(key.shape[0], -1)
-    layer.append(key, value, seen, positions)
-    end = key.shape[2]
-    keys, values = _with_sinks(layer.rounded(0, end), layer, 0, end)
-    lead = torch.nn.functional.pad
-    exact = tuple(lead(each, (0, 0, codec.window - 1, 0))[:, :, start:] for each in (key, value))
-    pair = keys.to(query.dtype), values.to(query.dtype)
-    output = prefill.attend(query, pair, (exact[0], exact[1]), codec.window, start, mask, scale, softcap, s_aux)
-    return output.transpose(1, 2).contiguous()
+    return _cached(layer, query, key, value, *arguments)
 
 
 class _NoGradient(torch.autograd.Function):

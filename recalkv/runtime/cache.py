@@ -130,7 +130,7 @@ class CodecLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _room(self, slots: int) -> int:
-        return slots if self.sliding_window is None else min(slots, self.sliding_window + self.ring + 2 * TILE)
+        return slots if self.sliding_window is None else self.sliding_window + self.ring + 2 * TILE
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Accept new tokens; the attention function, which knows masks and positions, stores them by :meth:`append`."""
@@ -360,6 +360,7 @@ class CodecLayer(CacheLayerMixin):
         left = self.length + tokens_to_remove
         if not self.is_initialized or tokens_to_remove == 0:
             self.recorded = self.length
+            self._release()
             return
         if left < 0:
             raise ParameterError(f"codec: {-tokens_to_remove} tokens cannot be removed from a cache of {self.length}.")
@@ -385,6 +386,18 @@ class CodecLayer(CacheLayerMixin):
         else:
             self.first = torch.where(self.first >= left, _UNSET, self.first)
             self.unsettled = self.ragged
+            self._release()
+
+    def _release(self) -> None:
+        """Free the rows that a growing layer recorded before its sliding window, if they are many."""
+        if not self.is_initialized or self.sliding_window is None or self.capacity is not None:
+            return
+        base = max(self.base, (self.length - self.sliding_window - SLACK) // TILE * TILE)
+        tiles = (base - self.base) // TILE
+        if tiles * _GROWTH > self.keys.shape[1]:
+            with _written_later():
+                self.keys = self.keys[:, tiles : -(-(self.length - self.base) // TILE)].clone()
+            self.base = base
 
     def reset(self) -> None:
         """Forget all tokens; a static layer keeps its memory."""

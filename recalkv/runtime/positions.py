@@ -56,7 +56,7 @@ def check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
     ParameterError
     """
     count = positions.shape[-1]
-    # Skip single tokens on a GPU: the check would need a device sync, and their positions follow from the prompt's.
+    # Skip single tokens on a GPU: the check would need a device sync. Padding at the right of a prompt is not noticed.
     if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
         return
     assert layer.offset is not None
@@ -73,7 +73,7 @@ def check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
 
 
 def check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
-    """Refuse positions (batch or 1, tokens) that are not consecutive from token to token, except for padding.
+    """Refuse positions (batch or 1, tokens) that are not consecutive from token to token, except for padding at an end.
 
     Parameters
     ----------
@@ -91,7 +91,9 @@ def check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
     if mask is not None and mask.dim() == 2:
         seen = mask[:, -count:].bool().to(wrong.device)
         if seen.shape[1] == count:
-            wrong = wrong & seen[:, 1:] & seen[:, :-1]
+            # Tokens after padding inside a sequence must continue from the tokens before it, too.
+            offsets = (positions - torch.arange(count, device=positions.device)).expand(len(seen), -1)
+            wrong = (offsets != offsets.gather(1, seen.int().argmax(1, keepdim=True))) & seen
     elif mask is not None:
         begin = mask.shape[-1] - count if start is None else start
         seen = mask[..., max(0, begin) : begin + count].to(wrong.device)
