@@ -14,8 +14,9 @@ from transformers.modeling_utils import local_torch_dtype
 
 import recalkv
 import recalkv.runtime.mean_keys
+from recalkv.cache.residual_window import SLACK
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
-from recalkv.runtime.cache import SLACK, CodecLayer
+from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import check_cached, codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
 from recalkv.trellis.codes import _kept_levels

@@ -16,7 +16,7 @@ from transformers.cache_utils import StaticLayer
 
 from recalkv.errors import ParameterError
 
-_SLACK = 32
+SLACK = 32
 """Tokens kept beyond the window, so that it stays complete when up to this many are cropped, as in assisted decoding.
 Static layers refuse crops, and layers with ``record_past`` are notified before crops."""
 
@@ -47,7 +47,7 @@ def _with_recent(kind: Any) -> Any:
             if not isinstance(self, StaticLayer):
                 # None if the layer has no notification of crops.
                 recording = getattr(self, "record_past", None)
-                slack = 0 if recording is False else _SLACK
+                slack = 0 if recording is False else SLACK
                 if recording:
                     slack = max(slack, min(latents.shape[2], _LONGEST_DRAFT))
                 keep = window + slack
@@ -111,7 +111,7 @@ def _with_recent(kind: Any) -> Any:
                     warnings.warn(
                         f"{gone} tokens were cropped, after which the exact latents of {left} of the newest {wanted} "
                         f"tokens are left; the others are read from packed rows, which rounds them. Call "
-                        f"`cache.activate_past_recording()` before the text is read, and crop at most {_SLACK} tokens "
+                        f"`cache.activate_past_recording()` before the text is read, and crop at most {SLACK} tokens "
                         f"at once; or prefill the text anew.",
                         stacklevel=2,
                     )

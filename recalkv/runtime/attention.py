@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from recalkv.cache.residual_window import SLACK
 from recalkv.codec.attention import check_supported, dense_attention
 from recalkv.codec.sidecar import Codec, LayerCodec
 from recalkv.errors import ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
-from recalkv.runtime.cache import SLACK, CodecLayer
+from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.decode import decode_step
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.positions import check_axes

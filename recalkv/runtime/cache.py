@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from recalkv.cache.residual_window import SLACK
 from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.cpu import layer_loops
@@ -21,9 +22,6 @@ from recalkv.runtime.cpu.records import StepCache
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.mean_keys import mean_keys
 from recalkv.trellis.rows import TILE, tiled, untiled
-
-SLACK = 32
-"""Exact tokens kept beyond the window, so that it stays complete when up to this many tokens are cropped."""
 
 _GROWTH = 16
 """A growing layer gets extra room for a sixteenth of its tokens at a time."""
