@@ -88,7 +88,7 @@ def test_compress_gives_the_pipelines_files(
         (["--exact-window", "-1"], "exact_window=-1"), (["--batch-size", "0"], "batch_size=0"),
         (["--precision", "float8"], "precision='float8'"), (["--samples", "0"], "samples=0"),
         (["--method", "palu", "--bits", "mixed"], "water-filling"), (["--text", "missing.txt"], "missing.txt"),
-        (["--device", "abacus"], "device 'abacus' cannot be"), (["--target", "small"], "target 'small' cannot be read"),
+        (["--device", "abacus"], "device='abacus' cannot be"), (["--target", "small"], "target 'small' cannot be read"),
         (["--target", "4GiB@128K", "--ratio", "0.5"], "--target 4GiB@128K and --ratio 0.5 are both given"),
         (["--target", "0.5", "--ratio", "0.75"], "--target 0.5 and --ratio 0.75 are both given"),
     ],

@@ -136,7 +136,7 @@ def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Pa
     ("line", "message"),
     [
         ('{"question": "Who?", "choices": {}}', r"line 3: column 'answerKey' does not exist; arc_easy needs question"),
-        ("[1]", r"line 3: a JSON list, not an object"),
+        ("[1]", r"line 3: a JSON list; every line must be an object"),
         ("{", r"line 3: not JSON"),
     ],
 )

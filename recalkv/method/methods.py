@@ -119,8 +119,8 @@ def resolve_method(parameters: CompressionParams, kv_heads: int | None = None) -
     if method.bits == "mixed" and method.allocation != "water-filling":
         raise ParameterError(
             f"compression.bits=mixed decides ranks and bits by energies, which compression.allocation="
-            f"{method.allocation} does not use; set method to loss-aware, or bits to a number, or allocation to "
-            f"water-filling."
+            f"{method.allocation} does not use; set allocation to water-filling, or method to loss-aware, or bits to a "
+            f"number."
         )
     if method.quantized and method.rank_multiple != 1:
         raise ParameterError(

@@ -16,7 +16,7 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         why = str(error).strip().partition("\n")[0].rstrip(".")
         raise ParameterError(
-            f"device {name!r} cannot be used here ({why}); choose auto or cpu (--device, runtime.device)."
+            f"runtime.device={name!r} cannot be used here ({why}); set it to auto or cpu (--device)."
         ) from error
     check_device(device)
     return device
