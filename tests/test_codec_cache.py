@@ -480,6 +480,8 @@ def test_padding_inside_a_prompt_is_refused(cached: bool) -> None:
     read = functools.partial(model, ids, attention_mask=mask, use_cache=cached)
     raises(ParameterError, "pad before the first token alone", read, position_ids=positions)
     read(position_ids=torch.arange(60)[None])  # tokens hidden from others that keep their places
+    one_for_all = {"attention_mask": mask[2:3], "position_ids": positions[2:3].expand(6, -1)}
+    raises(ParameterError, "pad before the first token alone", model, ids, use_cache=cached, **one_for_all)
 
 
 def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> None:

@@ -39,7 +39,7 @@ def load_language_model(folder: str | Path, **options: Any) -> Any:
 def placement(folder: Path, device: torch.device, dtype: torch.dtype | str) -> str | dict[str, torch.device] | None:
     """Return the ``device_map`` for a model's weights: the device if they fit, else ``auto`` (accelerate splits)."""
     if device.type == "cpu":
-        # Loading needs no device map then, and is as fast without.
+        # Weights are loaded there without a device map.
         return None
     if device.type == "cuda":
         needed = sum(file.stat().st_size for file in weight_files(folder))

@@ -92,7 +92,7 @@ def check_packed(positions: Tensor, mask: Any, start: int | None) -> None:
         seen = mask[:, -count:].bool().to(wrong.device)
         if seen.shape[1] == count:
             # Tokens after padding inside a sequence must continue from the tokens before it, too.
-            offsets = (positions - torch.arange(count, device=positions.device)).expand(len(seen), -1)
+            offsets, seen = torch.broadcast_tensors(positions - torch.arange(count, device=positions.device), seen)
             wrong = (offsets != offsets.gather(1, seen.int().argmax(1, keepdim=True))) & seen
     elif mask is not None:
         begin = mask.shape[-1] - count if start is None else start
