@@ -63,7 +63,7 @@ def preset(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("params.yaml"),
     ratio: Annotated[float | None, typer.Option(help=describe(CompressionParams.model_fields["ratio"]))] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file even if it was changed by hand.")
+        bool, typer.Option("--overwrite", help="Replace a file even if it is no preset of this version.")
     ] = False,
 ) -> None:
     """Write params.yaml from a preset (`list` shows them)."""
@@ -74,13 +74,15 @@ def preset(
         content = render(parameters_of(name, ratio))
         try:
             if out.exists() and not overwrite and not is_rendered(out.read_text(errors="replace")):
-                raise ParameterError(f"{out} was edited by hand; give --overwrite to replace it.")
+                raise ParameterError(
+                    f"{out} differs from every preset of this version; give --overwrite to replace it."
+                )
             write_whole(out, content)
         except OSError as error:
             raise ParameterError(
                 f"--out {out} cannot be written ({error.strerror}); name a file in a folder that exists."
             ) from error
-        print(f"{out} now holds preset {name}; run `dvc repro`.")
+        print(f"{out} now holds preset {name}" + ("; run `dvc repro`." if out.name == "params.yaml" else "."))
 
 
 @app.command()

@@ -48,6 +48,8 @@ def fit(
     tokenizer: Any = None,
     dataset: str | Path | Iterable[Document | Mapping[str, Any]] | None = None,
     *,
+    revision: str | None = None,
+    split: str | None = None,
     bits: float | None = None,
     target: Target | float | str | None = None,
     out: str | Path | None = None,
@@ -70,6 +72,10 @@ def fit(
     dataset
         Calibration data: the name of a data set or a text file, as in ``calibration.text``; or documents, as
         in :func:`recalkv.compress`. In total at least ``samples * length`` tokens. None for the embedded texts.
+    revision
+        Branch, tag or commit of a hub model.
+    split
+        Split of a named data set; ``train`` by default.
     bits
         Bits per cached element, scales included, averaged over all rows of the context. None for ``codec.bits``.
     target
@@ -80,7 +86,7 @@ def fit(
     context
         Number of positions to fit for; None for the model's maximum.
     samples, length, seed
-        As in :class:`recalkv.params.CalibrationParams`.
+        Number of calibration windows, their tokens, and the seed: as in :class:`recalkv.params.CalibrationParams`.
     heads
         KV heads per code; None for the most that fit 256 elements. Must divide the KV heads of each tensor-parallel
         rank.
@@ -116,7 +122,9 @@ def fit(
             f"AutoModelForCausalLM.from_pretrained returns."
         )
     check_tokenizer(tokenizer, saved=False)
-    calibration, texts = given_calibration(dataset, {"samples": samples, "length": length, "seed": seed})
+    calibration, texts = given_calibration(
+        dataset, {"samples": samples, "length": length, "seed": seed, "split": split}
+    )
     folder = None if out is None else Path(out)
     if folder is not None:
         check_output(folder, None if isinstance(model, nn.Module) else local_folder(model), overwrite=False, kind=CODEC)
@@ -124,7 +132,7 @@ def fit(
         loaded, own = (
             (model, None)
             if isinstance(model, nn.Module)
-            else load_dense(str(model), None, Path(scratch), device_of(device), tokenizer)
+            else load_dense(str(model), revision, Path(scratch), device_of(device), tokenizer)
         )
         tokenizer = tokenizer or own or tokenizer_of(loaded)
         codec = fit_loaded(loaded, tokenizer, texts, calibration, goal, context, progress, heads)

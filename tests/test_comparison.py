@@ -202,6 +202,10 @@ def test_eval_writes_a_page_and_its_figures(
     assert f"| digits found in long prompts | {found['needle']['dense']['found']:.0%} |" in card
     assert "top-1 agreement" in card
 
+    assert str(compressed / CARD) in done(*command)
+    (compressed / CARD).write_text(card := card + "\nmine\n")
+    assert str(compressed / CARD) not in done(*command)
+
     # It is kept beside a model that the checkpoint is not of, and where the next run of a pipeline would delete it.
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other"
@@ -230,6 +234,7 @@ def test_eval_writes_a_page_and_its_figures(
     [
         (["--out", "page.txt"], "must be a file .md"),
         (["--out", "nowhere/page.md"], "in a writable folder"),
+        (["--out", "config.md"], "would replace config.json, which holds no evaluation; name another file"),
         (["--dense", "no/such"], "no/such"),
         (["--items", "."], "--items . are those of --tasks, which names none"),
         (["--text", "one/a.txt", "--text", "other/a.txt"], "two files have one name, of one/a.txt, other/a.txt"),
@@ -240,6 +245,7 @@ def test_eval_refuses(
     arguments: list[str], message: str, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
     for folder in ("one", "other"):
         Path(folder).mkdir()
         Path(folder, "a.txt").write_text("a text")

@@ -23,19 +23,21 @@ VERSION = ".".join(map(str, TESTED[0])) + ".1"
 def config(
     cache_dtype: str = "auto", one_kind: bool = False, mrope: bool = False, images: bool = False, prefix: bool = False,
     connector: Any = None, offloaded: float | None = None, chunk: int | None = None, dual: Any = None,
-    drafts: str | None = None, **parallel: int,
+    drafts: str | None = None, dbo: bool = False, hybrid: bool = False, states: str = "none", **parallel: int,
 ) -> Any:  # fmt: skip
     return SimpleNamespace(
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_offloading_size=offloaded),
+        cache_config=SimpleNamespace(
+            cache_dtype=cache_dtype, kv_offloading_size=offloaded, mamba_cache_mode=states
+        ),
         kv_transfer_config=connector,
         model_config=SimpleNamespace(
             multimodal_config=SimpleNamespace(language_model_only=not images), uses_mrope=mrope,
-            is_mm_prefix_lm=prefix, dtype=torch.bfloat16, attention_chunk_size=chunk,
+            is_mm_prefix_lm=prefix, dtype=torch.bfloat16, attention_chunk_size=chunk, is_hybrid=hybrid,
             hf_text_config=SimpleNamespace(dual_chunk_attention_config=dual),
         ),
         speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_kind),
-        parallel_config=SimpleNamespace(**parallel),
+        parallel_config=SimpleNamespace(enable_dbo=dbo, **parallel),
     )  # fmt: skip
 
 
@@ -47,6 +49,8 @@ def test_what_can_be_served_is_not_refused() -> None:
         {"mrope": True},
         {"prefix": True},
         {"cache_dtype": "bfloat16"},
+        {"hybrid": True},
+        {"states": "align"},
     ]
     for changes in (*served, {"images": True, "pipeline_parallel_size": 1}):
         check(VERSION, config(**changes))
@@ -69,6 +73,8 @@ def test_other_versions(version: str) -> None:
         ({"chunk": 8192}, "layers that attend within chunks .* serve without the side-car"),
         ({"dual": {"chunk_size": 8}}, "dual chunk attention .* take dual_chunk_attention_config out"),
         ({"drafts": "eagle"}, "speculative_config.method='eagle' is not served, .* choose one of ngram"),
+        ({"hybrid": True, "states": "align"}, "prefix caching is not served .* give --no-enable-prefix-caching"),
+        ({"dbo": True}, "enable_dbo=True is not served"),
         ({"one_kind": True}, "disable_hybrid_kv_cache_manager=True .* leave it out"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not served; leave it at 1"),
         ({"mrope": True, "images": True}, "positions of images .* --language-model-only"),

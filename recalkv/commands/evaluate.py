@@ -11,7 +11,7 @@ import typer
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError, ReCalKVError, user_errors
 from recalkv.params import EvaluationParams, RuntimeParams, public_name
 from recalkv.presets import describe
-from recalkv.store.folders import is_stage_output
+from recalkv.store.folders import held_json, is_stage_output
 
 if TYPE_CHECKING:
     from recalkv.codec.sidecar import Codec
@@ -97,9 +97,9 @@ def evaluate(
             windows = {each: main_windows(tokenizer, own, documents[each]) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, documents[shown[text[0]]])
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _printed_steps())
-        write(figures, spec, place)  # before standard output, which may be closed
+        written = write(figures, spec, place)  # before standard output, which may be closed
         print(page(figures, spec))
-        print(f"written to {place} and {place.with_suffix('.json')}")
+        print(f"written to {', '.join(map(str, written))}")
 
 
 def _calibrated_on(codec: "Codec | None", folder: Path) -> set[str]:
@@ -117,6 +117,9 @@ def _check_place(place: Path) -> None:
     parent = place.absolute().parent
     if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
+    beside = place.with_suffix(".json")
+    if beside.exists() and "perplexity" not in held_json(beside):
+        raise ParameterError(f"--out {place} would replace {beside}, which holds no evaluation; name another file.")
 
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path, bool]:

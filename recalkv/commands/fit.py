@@ -62,6 +62,7 @@ def fit(
         check_revision(source, revision)
         check_output(out, local_folder(source), overwrite, CODEC)
 
+        from recalkv.cache.residual_window import SLACK
         from recalkv.fitting import fit_loaded, load_dense
         from recalkv.model.device import device_of
         from recalkv.text.corpora import calibration_documents
@@ -88,6 +89,7 @@ def fit(
             print(f"  {mean:,.0f} bytes per token of {codec.context:,}: layers with a sliding window cache no more")
         print(
             f"  {codec.bits_per_element(_CONTEXT):.2f} bits per element at {_CONTEXT:,} tokens: rows of "
-            f"{codec.bits_per_element(_CONTEXT, exact=False):.2f}, plus {kept} exact tokens per sequence"
+            f"{codec.bits_per_element(_CONTEXT, exact=False):.2f}, plus {kept} exact tokens per sequence "
+            f"({kept + SLACK} in transformers)"
         )
         print(f'use it: recalkv.use_codec(model, "{out}"), then model.generate() as always')

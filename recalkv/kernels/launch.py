@@ -9,7 +9,16 @@ from torch import Tensor
 
 
 def output_room(query: Tensor, value_up: Tensor | None, total: int) -> Tensor:
-    """Allocate the input of the output projection."""
+    """Allocate the input of the output projection, (batch, queries, h * head_dim) or as many latents.
+
+    Parameters
+    ----------
+    query : (batch, queries, h, head_dim)
+    value_up
+        None if values stay latents until the output projection.
+    total
+        Value latents of all queries of a sequence.
+    """
     batch, queries, h, head_dim = query.shape
     inner = total // queries if value_up is None else h * head_dim
     return torch.empty(batch, queries, inner, dtype=query.dtype, device=query.device)

@@ -69,6 +69,8 @@ class Target:
             return value
         if isinstance(value, int | float):
             return cls(ratio=float(value))
+        if not isinstance(value, str):
+            raise ParameterError(f"target {value!r} cannot be read; write {SYNTAX}.")
         name, equals, number = value.partition("=")
         memory = _MEMORY.fullmatch(value.strip())
         try:

@@ -16,7 +16,7 @@ from recalkv.params import Params, parse_params
 
 _HEADER = """\
 # Every parameter of the pipeline, as recalkv/params.py checks and documents it. A missing or unknown key is an error.
-# `recalkv preset NAME` writes this file: `default`, `safe`, `small`, `tiny`, `paper`, `serve/MODEL` or `paper/MODEL`.
+# `recalkv preset NAME` writes this file: `default`, `small`, `tiny`, `paper`, `serve/MODEL` or `paper/MODEL`.
 """
 _WIDTH = 120
 _COLUMN = 34

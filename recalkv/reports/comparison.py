@@ -10,7 +10,7 @@ from recalkv.model.card import CARD, model_card
 from recalkv.model.spec import LatentSpec
 from recalkv.params import public_name
 from recalkv.reports.tables import STATES, counted_in, made_with, markdown
-from recalkv.store.folders import write_whole
+from recalkv.store.folders import held_json, write_whole
 
 FIGURES = "evaluation.json"
 """File of a checkpoint's evaluation figures in its folder, beside the page with the same stem."""
@@ -53,23 +53,42 @@ def advice(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> list[str]:
     return [*poor, *_remedies(spec, poor)] if poor else []
 
 
-def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> None:
-    """Write the page, the figures beside it as JSON, and the model card if the folder is that of the checkpoint."""
-    files = {out: page(figures, spec), out.with_suffix(".json"): json.dumps(figures, indent=2, sort_keys=True) + "\n"}
-    named = out.with_suffix(".json").name == FIGURES
+def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> list[Path]:
+    """Write the page, the figures beside it as JSON, and the card of the checkpoint in whose folder they are.
+
+    A card that was changed by hand stays.
+
+    Returns
+    -------
+    list of Path
+        The files written.
+    """
+    beside = out.with_suffix(".json")
+    content = json.dumps(figures, indent=2, sort_keys=True) + "\n"
+    files = {out: page(figures, spec), beside: content}
     # Do not overwrite the card of another model if the page is written to that model's folder.
-    if isinstance(spec, LatentSpec) and named and _is_config_of(out.parent / "config.json", spec):
-        files[out.parent / CARD] = model_card(spec, figures)
-    for path, content in files.items():
-        write_whole(path, content)
+    if isinstance(spec, LatentSpec) and beside.name == FIGURES and _is_config_of(out.parent / "config.json", spec):
+        card = out.parent / CARD
+        if _is_generated(card, spec, held_json(beside)):
+            files[card] = model_card(spec, json.loads(content))
+    for path, text in files.items():
+        write_whole(path, text)
+    return list(files)
+
+
+def _is_generated(card: Path, spec: LatentSpec, earlier: Mapping[str, Any]) -> bool:
+    """Whether a card is missing, or as it was written for a new checkpoint or with earlier figures."""
+    if not card.exists():
+        return True
+    text = card.read_text(errors="replace")
+    try:
+        return text == model_card(spec) or text == model_card(spec, earlier)
+    except (AttributeError, KeyError, TypeError, ValueError):  # figures of another version
+        return False
 
 
 def _is_config_of(path: Path, spec: LatentSpec) -> bool:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("recalkv") == json.loads(json.dumps(spec.to_dict()))
+    return held_json(path).get("recalkv") == json.loads(json.dumps(spec.to_dict()))
 
 
 def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:

@@ -316,7 +316,7 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ReCalKVError(
             "codec: rounded keys and values have no gradient; call `recalkv.stop_codec(model)` before training, and "
-            "`recalkv.use_codec(model, codec)` after it."
+            "fit a new codec after it."
         )
 
 

@@ -107,8 +107,7 @@ class PagedLayer:
         self._rope_tables = rope_tables(codec.rotation, reach, device)
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
         self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
-        self.rows = torch.zeros(0, 1, codec.row_bytes, TILE, dtype=torch.uint8)
-        self.exact = torch.zeros(0, 1, codec.kv_heads, sum(codec.head_dims))
+        self.release()
         codec.prepare()
 
     def bind(self, rows: Tensor, exact: Tensor) -> None:
@@ -122,6 +121,11 @@ class PagedLayer:
             Contiguous except for the first two dimensions.
         """
         self.rows, self.exact = rows, exact
+
+    def release(self) -> None:
+        """Detach the tensors of the cache."""
+        self.rows = torch.zeros(0, 1, self.codec.row_bytes, TILE, dtype=torch.uint8)
+        self.exact = torch.zeros(0, 1, self.codec.kv_heads, sum(self.codec.head_dims))
 
     def writes_as_it_decodes(self, query: Tensor) -> bool:
         """Return whether :meth:`decode` also writes the tokens, as compiled loops do; else call :meth:`write` first."""

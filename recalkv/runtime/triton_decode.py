@@ -340,7 +340,17 @@ def coded_attention(
 
 
 def combine(partial: Tensor, most: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine the results of ``attend_kernel`` for all runs into outputs and log-sum-exps."""
+    """Combine the results of ``attend_kernel`` for all runs into outputs and log-sum-exps.
+
+    Parameters
+    ----------
+    partial : (batch, runs, groups, queries, width) float32
+    most, sums : (batch, runs, groups, queries) float32
+
+    Returns
+    -------
+    (batch, groups, queries, width), (batch, groups, queries)
+    """
     batch, runs, groups, count, width = partial.shape
     out = partial.new_empty(batch, groups, count, width)
     lse = partial.new_empty(batch, groups, count)

@@ -94,7 +94,8 @@ def _locking(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _held_json(path: Path) -> dict[str, Any]:
+def held_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -126,7 +127,7 @@ _CODEC_FILES = {"codec.safetensors", "codec.json", "evaluation.json", "evaluatio
 
 def _is_codec(folder: Path) -> bool:
     # A codec may share a folder with its model's weights, which a new codec must not replace.
-    return _names(folder) <= _CODEC_FILES and "fingerprint" in _held_json(folder / "codec.json")
+    return _names(folder) <= _CODEC_FILES and "fingerprint" in held_json(folder / "codec.json")
 
 
 def is_stage_output(folder: Path) -> bool:
@@ -144,7 +145,7 @@ def _names(folder: Path) -> set[str]:
 CHECKPOINT = Output(
     "checkpoint",
     "compress",
-    lambda folder: bool(_held_json(folder / "config.json").get("recalkv")),
+    lambda folder: bool(held_json(folder / "config.json").get("recalkv")),
     "model-*-of-*.safetensors",
 )
 CODEC = Output("codec", "fit", _is_codec, "codec.safetensors")
@@ -194,7 +195,10 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
                 f"`recalkv {kind.command} --overwrite`."
             )
         if not kind.made(place) or inner:
+            # A codec's folder holds nothing else, such as weights or a card, which would be lost.
+            beside = sorted(_names(place) - _CODEC_FILES) if kind is CODEC and "codec.json" in _names(place) else []
             found = f"the folder(s) {', '.join(inner)}" if inner else f"no {kind.name} of ReCalKV"
+            found = f"{', '.join(beside)} beside the codec" if beside and not inner else found
             raise ParameterError(
                 f"output folder {out} holds {found}: --overwrite replaces {kind.name}s alone; {remedy}."
             )

@@ -101,7 +101,7 @@ class CodecImpl(AttentionImpl[Step]):
             attn_type, kv_sharing_target_layer_name,
         )  # fmt: skip
         self._further = further | ({} if sinks is None else {"sinks": sinks})
-        self._name, self._cache = "", 0
+        self._name = ""
         self.paged: PagedLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -128,6 +128,7 @@ class CodecImpl(AttentionImpl[Step]):
             codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks,
             self.config.model_config.max_model_len, self.config.device_config.device,
         )  # fmt: skip
+        self.served.exact.readers.append(self.paged)
         layer.attn_backend = type("CodecBackend", (CodecBackend,), {"served": self.served, "layer": self._name})
 
     def forward(
@@ -175,8 +176,7 @@ class CodecImpl(AttentionImpl[Step]):
         """Return the layer bound to vLLM's cache, which vLLM allocates after a first forward pass without one."""
         paged = self.paged
         assert paged is not None
-        if self._cache != kv_cache.data_ptr():
-            self._cache = kv_cache.data_ptr()
+        if paged.rows.data_ptr() != kv_cache.data_ptr():
             paged.bind(_as_paged(kv_cache, paged.codec.row_bytes), self.served.exact.states(self._name))
         return paged
 

@@ -72,7 +72,14 @@ def check(version: str, vllm_config: Any) -> None:
             "codec: kv_transfer_config and kv_offloading_size are not served: a connector does not keep the exact "
             "states of a sequence's first tokens, which all its tokens attend to; leave them out."
         )
+    if model.is_hybrid and vllm_config.cache_config.mamba_cache_mode == "align":
+        raise ParameterError(
+            "codec: prefix caching is not served in a model with state layers: vLLM would cut its prompts at blocks of "
+            "exact states, which are smaller than those of the state layers; give --no-enable-prefix-caching."
+        )
     parallel = vllm_config.parallel_config
+    if parallel.enable_dbo:
+        raise ParameterError("codec: enable_dbo=True is not served, as half a step may lack tokens; leave it out.")
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ParameterError(

@@ -64,10 +64,10 @@ class Step(AttentionMetadata):
         lengths: list[int] = (self.lengths if self.known is None else self.known).tolist()
         return lengths
 
-    @property
+    @functools.cached_property
     def single(self) -> bool:
         """Whether each request has one new token."""
-        return self.tokens == len(self.table)
+        return self.starts == list(range(self.tokens + 1)) and self.tokens == len(self.table)
 
     @functools.cached_property
     def decoded(self) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -129,6 +129,11 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         paged = [getattr(getattr(layer, "impl", None), "paged", None) for layer in layers]
         served = all(has_kernel(each.codec) for each in paged if each is not None)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if served else AttentionCGSupport.NEVER
+
+    @classmethod
+    def forget(cls) -> None:
+        """Release the tensors of the last step."""
+        StepBuilder._last = None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

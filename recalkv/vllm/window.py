@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
+from recalkv.runtime.paged import PagedLayer
 from recalkv.vllm.blocks import ExactTokensSpec
 from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.steps import ExactStepBuilder
@@ -81,17 +82,32 @@ class ExactTokens(AttentionLayerBase):
     ----------
     prefix
         Name of the layer.
+    readers
+        Layers that hold views of the cache while it is allocated.
     """
 
     supports_dcp = False
 
     def __init__(self, window: int, sinks: int, dtype: torch.dtype) -> None:
         self.window, self.sinks, self.dtype = window, sinks, dtype
-        self.prefix, self.kv_cache = "", torch.empty(0)
+        self.prefix, self._cache = "", torch.empty(0)
+        self.readers: list[PagedLayer] = []
         # Columns of each layer; row bytes per token of all full-attention layers and of all sliding-window layers.
         self._columns: dict[str, tuple[int, int, int]] = {}
         self._width = 0
         self._row_bytes = [0, 0]
+
+    @property
+    def kv_cache(self) -> Tensor:  # type: ignore[override]
+        """Cache that vLLM allocated; setting it releases all views of an earlier one, which vLLM counts as free."""
+        return self._cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        self._cache = cache
+        for layer in self.readers:
+            layer.release()
+        ExactStepBuilder.forget()
 
     def add(self, layer: str, kv_heads: int, width: int, row_bytes: int, sliding_window: int | None) -> None:
         """Reserve a layer's columns: ``width`` per KV head, for keys and values together."""
@@ -102,7 +118,7 @@ class ExactTokens(AttentionLayerBase):
     def states(self, layer: str) -> Tensor:
         """Return a layer's part of the cache: (blocks, slots of a block, KV heads, d_k + d_v)."""
         start, kv_heads, width = self._columns[layer]
-        cache = self.kv_cache[:, 0].view(self.dtype)
+        cache = self._cache[:, 0].view(self.dtype)
         return cache[..., start : start + kv_heads * width].unflatten(2, (kv_heads, width))
 
     def get_attn_backend(self) -> type[AttentionBackend]:

@@ -32,7 +32,9 @@ SIZES: dict[str, Any] = {
 LONG = ("phi3-longrope",)
 # For models that vLLM serves on a CPU in 16 bits only, or only on request.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "qwen3-next-hybrid": {"dtype": "bfloat16"},
+    "granite4-hybrid": {"enable_prefix_caching": False},
+    "qwen3-next-hybrid": {"dtype": "bfloat16", "enable_prefix_caching": False},
+    "qwen3.5-hybrid": {"enable_prefix_caching": False},
     "llama-awq": {"dtype": "bfloat16"},
     "llama-lora": {"enable_lora": True, "max_lora_rank": 8},
 }
