@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from recalkv.runtime import row_attention
 from recalkv.vllm.blocks import ExactTokensManager, ExactTokensSpec
-from recalkv.vllm.steps import StepBuilder
+from recalkv.vllm.steps import Step, StepBuilder
 from recalkv.vllm.window import ExactTokens
 
 try:
@@ -166,6 +167,22 @@ def test_the_worker_nulls_no_block_of_the_first_tokens() -> None:
     """What vLLM's second runner does from 0.33 on to leading blocks in a layer with a sliding window."""
     retained = manager(20, caching=False).spec.num_retained_tokens
     assert max(10**9 - retained, 0) // SIZE == 0 < retained < 2**31
+
+
+def test_views_of_a_cache_end_with_it() -> None:
+    """vLLM frees the cache of its profiling run by setting an empty one, and counts the memory as free."""
+    exact, released = ExactTokens(WINDOW, SINKS, torch.float32), Mock()
+    exact.readers.append(released)
+    StepBuilder._last = Mock(), Mock()
+    exact.kv_cache = cache = torch.tensor([])
+    assert released.release.called and StepBuilder._last is None and exact.kv_cache is cache
+
+
+@pytest.mark.parametrize(("starts", "positions"), [([0, 1, 2], [4, 8]), ([0, 2, 2], [3, 4])])
+def test_an_empty_request_is_no_decoded_token(starts: list[int], positions: list[int]) -> None:
+    lengths = torch.tensor([5, 9])
+    step = Step(2, starts, 9, lengths, torch.zeros(2, 1), torch.arange(2), lengths)
+    assert step.positions.tolist() == positions and step.single == (starts == [0, 1, 2])
 
 
 def test_steps_are_captured_where_kernels_decode_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
