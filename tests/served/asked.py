@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "other": {"additional_config": {"recalkv_codec": str(FOLDER / "qwen2-bias" / "codec")}},
     "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}},
     "nowhere": {"additional_config": {"recalkv_codec": "nowhere"}},
+    "states": {"model": str(FOLDER / "granite4-hybrid")},
     "typed": {"additional_config": {"recalkv-codec": "codec"}},
 }
 
@@ -27,7 +28,7 @@ def main() -> None:
     """Try all options, and print one line of JSON for each."""
     for name, options in OPTIONS.items():
         try:
-            llm = LLM(str(FOLDER / "llama-gqa"), **SIZES | {"max_model_len": 200}, **options)
+            llm = LLM(**{"model": str(FOLDER / "llama-gqa")} | SIZES | {"max_model_len": 200} | options)
             layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
             said = str(sorted({each.get_attn_backend().get_name() for each in layers.values()}))
             llm.llm_engine.engine_core.shutdown()

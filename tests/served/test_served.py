@@ -365,6 +365,7 @@ def said() -> dict[str, str]:
         ("other", "was fitted to a model of fingerprint"),
         ("rope", "was fitted to a model with RoPE"),
         ("nowhere", "nowhere is not a folder"),
+        ("states", "prefix caching is not served in a model with state layers"),
         ("typed", "additional_config key 'recalkv-codec' is unknown; write 'recalkv_codec'"),
     ],
 )
