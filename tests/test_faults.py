@@ -4,13 +4,14 @@ import copy
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import recalkv
 from recalkv.cache.argument import CACHE
@@ -158,6 +159,33 @@ def test_every_parameter_that_wants_a_gradient_gets_one(tmp_path: Path) -> None:
     model, ids = type(compressed()).from_pretrained(tmp_path).train(), tiny.windows(1, 40)
     model(ids, labels=ids).loss.backward()
     assert [name for name, own in model.named_parameters() if own.requires_grad and own.grad is None] == []
+
+
+class Through:
+    """Rows that are cached as latents, and whose rounding has the gradient of the identity."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.pack = rows, lambda latents: latents
+
+    def unpack(self, latents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.rows.unpack(self.rows.pack(latents.detach()), dtype) + latents - latents.detach()
+
+
+@pytest.mark.parametrize("changes", [{}, {"joint": False}])
+def test_rounding_passes_gradients_on(changes: dict[str, Any]) -> None:
+    """The gradients of tokens outside the exact window are not lost in their rows."""
+    models, ids, found = [compressed(**changes) for _ in range(2)], tiny.windows(1, 40), []
+    for layer in models[1].model.layers:
+        own = layer.self_attn
+        own.spec = SimpleNamespace(quantized=False)
+        own.key_rows, own.value_rows = (each and Through(each) for each in (own.key_rows, own.value_rows))
+    for model in models:
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+        model(inputs_embeds=embedded).logits[0, -1].logsumexp(-1).backward()
+        found.append(embedded.grad[0])
+    assert torch.allclose(*found, atol=1e-5) and (found[0].norm(dim=1) > 1e-3).all()
+    with pytest.raises(UnsupportedModelError, match="static cache have no gradient"):
+        models[0](inputs_embeds=embedded, **{CACHE: StaticCache(config=models[0].config, max_cache_len=64)})
 
 
 def test_a_nan_is_seen_where_it_arises() -> None:

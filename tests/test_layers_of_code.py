@@ -107,6 +107,7 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
     code = """
         import sys
         import warnings
+        from unittest.mock import patch
         sys.modules["numba"] = None
         from recalkv.trellis.cpu import compiled
         assert compiled("recalkv.runtime.cpu.layer") is None
@@ -123,6 +124,12 @@ def test_what_decodes_needs_neither_numba_nor_its_folder(fresh_python: Path) -> 
             assert compiled("recalkv.runtime.cpu.layer") is None
             assert compiled("recalkv.trellis.cpu.rows") is None
         assert ["NUMBA_CACHE_DIR" in str(each.message) for each in caught] == [True]
+        compiled.cache_clear()
+        wrong = ImportError("Numba needs NumPy 2.4 or less")
+        with warnings.catch_warnings(record=True) as caught, patch("importlib.import_module", side_effect=wrong):
+            warnings.simplefilter("always")
+            assert compiled("recalkv.trellis.cpu.rows") is None
+        assert ["Numba needs NumPy" in str(each.message) for each in caught] == [True]
     """
     process(fresh_python, "-c", textwrap.dedent(code))
 

@@ -18,7 +18,7 @@ from recalkv.errors import ParameterError
 
 SLACK = 32
 """Tokens kept beyond the window, so that it stays complete when up to this many are cropped, as in assisted decoding.
-Static layers refuse crops, and layers with ``record_past`` are notified before crops."""
+Static layers of latents refuse crops, and layers with ``record_past`` are notified before crops."""
 
 _LONGEST_DRAFT = 512
 """Maximum number of new tokens kept beyond the window by a notified layer, since a whole draft may be cropped."""

@@ -313,7 +313,7 @@ def _gradients_of_inputs(model: Any) -> Iterator[None]:
     trained = [each for each in model.parameters() if each.requires_grad]
     large = sum(each.numel() for each in model.parameters()) > _CHECKPOINTED
     before: list[tuple[Any, dict[str, Any]]] = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True).clone())
     try:
         for each in trained:
             each.requires_grad_(False)

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.residual_window import remember
+from recalkv.errors import UnsupportedModelError
 from recalkv.model.families import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
 from recalkv.model.reconstruction import Reconstruction
@@ -46,6 +48,9 @@ class Cached(NamedTuple):
         Whether the slots hold the new tokens only.
     recent : (batch, 1, any, columns) or None
         Exact latents of the last tokens, key columns before value columns; None without an exact window.
+    new : tuple of (batch, 1, queries, columns) or None
+        Key and value latents of the new tokens, to which the gradients at their rows go (straight-through estimator);
+        None without gradients.
     """
 
     z_k: Tensor
@@ -54,6 +59,12 @@ class Cached(NamedTuple):
     offset: int
     fresh: bool
     recent: Tensor | None = None
+    new: tuple[Tensor, Tensor] | None = None
+
+
+def _through(rounded: Tensor, new: Tensor) -> Tensor:
+    """Return rounded latents whose last ones pass their gradients on to the latents that were rounded."""
+    return rounded + pad(new - new.detach(), (0, 0, rounded.shape[2] - new.shape[2], 0))
 
 
 class LatentAttention(nn.Module):
@@ -153,6 +164,10 @@ class LatentAttention(nn.Module):
             if cache is not None:
                 new = remember(cache, self.layer_idx, new, self.exact_window)
             cached = cached._replace(recent=new)
+        if self.spec.quantized and torch.is_grad_enabled() and z_k.requires_grad:
+            if not isinstance(cached.seen, int):
+                raise UnsupportedModelError("latents in a static cache have no gradient; train with `use_cache=False`.")
+            cached = cached._replace(new=(z_k, z_v))
         if self.decoder is not None and self.decoder.takes(query, cached, attention_mask):
             output: Tensor = self.decoder.attend(query, cached, attention_mask)
         else:
@@ -212,12 +227,14 @@ class LatentAttention(nn.Module):
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Return the input of the output projection, (batch, queries, its inputs), using torch operators only."""
-        z_k, z_v, seen, offset, fresh, recent = cached
+        z_k, z_v, seen, offset, fresh, recent, new = cached
         length, slots = query.shape[1], z_k.shape[2]
         if self.key_rows is not None:
             z_k = self.key_rows.unpack(z_k, query.dtype)
         if self.value_rows is not None:
             z_v = self.value_rows.unpack(z_v, query.dtype)
+        if new is not None:
+            z_k, z_v = (_through(*each) for each in zip((z_k, z_v), new, strict=True))
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)

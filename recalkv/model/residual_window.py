@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 _QUERIES = 256
 """Queries per block; only the block's tokens and one window are read twice, as rows and as exact latents."""
 
-_SHARED = 8
-"""Number of blocks whose masks are cached."""
+_SHARED, _SHARED_SLOTS = 8, 1 << 14
+"""Number of blocks whose masks are cached, and most slots of one: the masks outlive the pass, at 4 MB each."""
 
 
 def overlaid(latents: Tensor, recent: Tensor, last: int | Tensor, window: int) -> Tensor:
@@ -108,7 +108,7 @@ def blocks(
         causal = mask is None or mask.dim() == 2
         extent = start - queries, stop - queries, offset, far, first - recent, last - recent, recent, window
         # Masks of longer passes would evict each other from the LRU cache before any reuse.
-        shared = isinstance(seen, int) and queries <= _SHARED * _QUERIES
+        shared = isinstance(seen, int) and queries <= _SHARED * _QUERIES and far <= _SHARED_SLOTS
         allowed = (_kept_mask if shared else _mask)(*extent, sliding, causal, seen, device)
         if mask is None:
             given = allowed[None, None]

@@ -23,7 +23,7 @@ from recalkv.cache.argument import CACHE, NAMES, given_cache
 from recalkv.codec.context import check_rope, model_fingerprint
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
 from recalkv.codec.sidecar import Codec, LayerCodec
-from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
+from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.attention import GIVEN, NAME
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.positions import check_axes, check_lengths, check_packed, check_slots, widest_mask
@@ -181,6 +181,8 @@ def check_cached(model: Any) -> int:
     try:
         with watching(model, watch):
             output = model(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    except ReCalKVError:
+        raise
     except ValueError as error:
         raise UnsupportedModelError(f"codec: {type(model).__name__} does not run over a cache: {error}") from error
     if getattr(output, "logits", None) is None or model.config.is_encoder_decoder:

@@ -20,18 +20,20 @@ _PATIENCE = 4.0
 
 @functools.cache
 def compiled(module: str) -> Any:
-    """Import a module of compiled loops; None without Numba, or without a writable folder for its cache."""
+    """Import a module of compiled loops; None without Numba, or if it does not work here, which a warning reports."""
     notice = threading.Timer(_PATIENCE, _say_that_it_compiles)
     notice.daemon = True
     notice.start()
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as error:
+        if error.name != "numba":  # installed, but not for this NumPy or processor
+            _say_why_not(f"Numba cannot be imported ({error}); install a release that fits")
         return None
     except RuntimeError as error:
         if "cannot cache function" not in str(error):
             raise
-        _say_what_is_kept_nowhere(str(error))
+        _say_why_not(f"Numba cannot keep what it compiles ({error}); set NUMBA_CACHE_DIR to a folder that is writable")
         return None
     finally:
         notice.cancel()
@@ -50,9 +52,5 @@ def serves(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _say_what_is_kept_nowhere(why: str) -> None:
-    warnings.warn(
-        f"packing and decoding in plain torch, which is slower: Numba cannot keep what it compiles ({why}); set "
-        f"NUMBA_CACHE_DIR to a folder that can be written to.",
-        stacklevel=3,
-    )
+def _say_why_not(why: str) -> None:
+    warnings.warn(f"packing and decoding in plain torch, which is slower: {why}.", stacklevel=3)
