@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def write_page(folder: Path) -> None:
         "",
         _machines(lines.values()),
         "",
+        *_dates(lines.values()),
         *_missing(lines),
         *_smoke(results["smoke"]),
         *_codec(results["codec"]),
@@ -40,6 +42,13 @@ def _machines(parts: Iterable[list[Record]]) -> str:
     lines = [f"{device}; Python {python}, torch {torch}, triton {triton}, transformers {transformers}"
             for device, python, torch, triton, transformers in found]  # fmt: skip
     return ". ".join(lines) + "." if lines else "Nothing has been measured."
+
+
+def _dates(parts: Iterable[list[Record]]) -> list[str]:
+    """Say of which days' code the figures are, as the kernels may have changed since."""
+    times = [each["time"] for part in parts for each in part if "time" in each]
+    days = " and ".join(sorted({str(datetime.fromtimestamp(time, UTC).date()) for time in times}))
+    return [f"Measured on {days}, with the code of that day; changes since are not timed.", ""] if times else []
 
 
 def _missing(lines: dict[str, list[Record]]) -> list[str]:
