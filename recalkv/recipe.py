@@ -123,7 +123,7 @@ def compress(
         compressed = _in_memory(model, tokenizer, texts, calibration, parameters, goal, progress)
         if folder is None:
             return compressed
-        with writing_folder(folder.resolve()) as place:
+        with writing_folder(folder.resolve(), overwrite=False) as place:
             generation, compressed.generation_config = compressed.generation_config, GenerationConfig()
             compressed.save_pretrained(place)
             if generation is not None:
@@ -135,7 +135,7 @@ def compress(
     with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
         dense, place = Path(scratch) / "dense", (folder or Path(scratch) / "compressed").resolve()
         dense.mkdir()
-        with writing_folder(place) as partial:
+        with writing_folder(place, overwrite=False) as partial:
             reference = resolve_model(name_or_path, revision, dense)
             compress_checkpoint(reference, texts, calibration, parameters, where, partial, progress, goal, tokenizer)
         if folder is not None:

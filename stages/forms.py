@@ -77,7 +77,7 @@ def figures_key(run: Stage, name: str, code: Sequence[str], settings: Mapping[st
     kind = "codec" if form.startswith("codec") else form if form in ("dense", "quantizer") else "latents"
     package = Path(recalkv.__file__).parent
     sources = [package / each for each in (*_CODE[kind], *code)]
-    sources += [Path(__file__).with_name(each) for each in _CALLS]
+    sources += [Path(__file__).with_name(each) for each in (*_CALLS, f"{run.name}.py")]
     return digest_of(
         {
             "name": name,

@@ -294,6 +294,13 @@ def test_what_was_left_under_another_key_or_damaged_is_written_again(path: Path,
     assert open_store(path, "fisher").get("layers/002/gram").tolist() == [[pytest.approx(2.1)] * 2] * 2
 
 
+def test_two_runs_do_not_write_one_store(path: Path) -> None:
+    with writing_layers(path, "fisher", "abc", {"samples": 3}, "k") as store:
+        store.put("layers/000/gram", torch.ones(2))
+        raises(StoreError, r"partial is being written by another process; wait for it", write_layers, path, "other")
+    assert open_store(path, "fisher").get("layers/000/gram").tolist() == [1, 1]
+
+
 def test_an_ordinary_error_leaves_no_layers(path: Path) -> None:
     with pytest.raises(RuntimeError), writing_layers(path, "fisher", "abc", {}, "k") as store:
         store.put("layers/000/gram", torch.ones(2))

@@ -1,5 +1,6 @@
 """Bits per element of a codec from a budget: a ratio, bytes per token, memory for a context, or a loss limit."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 from recalkv.codec.moments import LayerMoments
@@ -60,7 +61,8 @@ def bits_within(limit: float, predict: Callable[[float], float], measure: Callab
     BudgetError
         If no measured loss is within the limit.
     """
-    return _bits(largest_ratio(lambda ratio: predict(_bits(ratio)), lambda ratio: measure(_bits(ratio)), limit))
+    measured = functools.cache(measure)  # all small ratios have the most bits
+    return _bits(largest_ratio(lambda ratio: predict(_bits(ratio)), lambda ratio: measured(_bits(ratio)), limit))
 
 
 def _bits(ratio: float) -> float:

