@@ -184,8 +184,12 @@ def test_rounding_passes_gradients_on(changes: dict[str, Any]) -> None:
         model(inputs_embeds=embedded).logits[0, -1].logsumexp(-1).backward()
         found.append(embedded.grad[0])
     assert torch.allclose(*found, atol=1e-5) and (found[0].norm(dim=1) > 1e-3).all()
-    with pytest.raises(UnsupportedModelError, match="static cache have no gradient"):
-        models[0](inputs_embeds=embedded, **{CACHE: StaticCache(config=models[0].config, max_cache_len=64)})
+    cache = StaticCache(config=models[0].config, max_cache_len=64)
+    grown = embedded.detach().requires_grad_(True)
+    models[0](inputs_embeds=grown, **{CACHE: cache}).logits[0, -1].logsumexp(-1).backward()
+    assert torch.allclose(grown.grad[0], found[0], atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="filled static cache have no gradient; train without"):
+        models[0](inputs_embeds=embedded[:, :3], **{CACHE: cache})
 
 
 def test_a_nan_is_seen_where_it_arises() -> None:

@@ -62,9 +62,9 @@ class Cached(NamedTuple):
     new: tuple[Tensor, Tensor] | None = None
 
 
-def _through(rounded: Tensor, new: Tensor) -> Tensor:
-    """Return rounded latents whose last ones pass their gradients on to the latents that were rounded."""
-    return rounded + pad(new - new.detach(), (0, 0, rounded.shape[2] - new.shape[2], 0))
+def _through(rounded: Tensor, new: Tensor, end: int) -> Tensor:
+    """Return rounded latents that pass their gradients on to the new ones that were rounded, in the slots up to end."""
+    return rounded + pad(new - new.detach(), (0, 0, end - new.shape[2], rounded.shape[2] - end))
 
 
 class LatentAttention(nn.Module):
@@ -166,7 +166,7 @@ class LatentAttention(nn.Module):
             cached = cached._replace(recent=new)
         if self.spec.quantized and torch.is_grad_enabled() and z_k.requires_grad:
             if not isinstance(cached.seen, int):
-                raise UnsupportedModelError("latents in a static cache have no gradient; train with `use_cache=False`.")
+                raise UnsupportedModelError("latents in a filled static cache have no gradient; train without a cache.")
             cached = cached._replace(new=(z_k, z_v))
         if self.decoder is not None and self.decoder.takes(query, cached, attention_mask):
             output: Tensor = self.decoder.attend(query, cached, attention_mask)
@@ -234,7 +234,8 @@ class LatentAttention(nn.Module):
         if self.value_rows is not None:
             z_v = self.value_rows.unpack(z_v, query.dtype)
         if new is not None:
-            z_k, z_v = (_through(*each) for each in zip((z_k, z_v), new, strict=True))
+            assert isinstance(seen, int)
+            z_k, z_v = (_through(*each, seen - offset) for each in zip((z_k, z_v), new, strict=True))
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)
