@@ -149,8 +149,8 @@ _SUITES = {
         "RULER",
         "lm-eval's tasks of RULER that need no download, by prompt length: multi-key needle, variable tracking, common "
         "and frequent words (RULER itself generates 500 items of each). Scores are the fraction of expected words in "
-        "an answer. At 8,192 tokens, KIVI read prompts with the older tokens rounded already, so its scores there are too "
-        "low.",
+        "an answer. At 8,192 tokens, KIVI read prompts with the older tokens rounded already, so its scores there are "
+        "too low.",
     ),
     "multi_news": ("MultiNews", "Summaries of up to 512 tokens for the first of LongBench's 200 items: ROUGE-L."),
     "zeroshot": (
