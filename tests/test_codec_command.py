@@ -70,8 +70,10 @@ def test_the_fewest_bits_within_a_loss() -> None:
         return float(3 * 4**-bits)
 
     assert 0.009 <= measure(bits_within(0.01, lambda bits: 4**-bits, measure)) <= 0.01 and len(tried) <= 9
-    with pytest.raises(BudgetError, match=r"max_excess=0.01 is not met on held-out windows"):
-        bits_within(0.01, lambda bits: 4**-bits, lambda bits: 0.02)
+    tried.clear()
+    with pytest.raises(BudgetError, match=r"max_excess=1e-06 is not met on held-out windows; .* is 4\.578e-05 nats"):
+        bits_within(1e-6, lambda bits: 4**-bits, measure)
+    assert tried == [8], "nothing is measured twice"
 
 
 def test_divergence_is_that_of_the_logits() -> None:
@@ -194,7 +196,8 @@ def test_codecs_alone_are_replaced_and_only_when_asked(settings: list[Any], tmp_
     # A folder that also holds a model's weights is not replaced.
     (out / "model.safetensors").write_text("weights")
     before = everything(out)
-    assert "--overwrite replaces codecs alone" in refuse(*settings, "--out", out, "--overwrite")
+    said = refuse(*settings, "--out", out, "--overwrite")
+    assert "holds model.safetensors beside the codec: --overwrite replaces codecs alone" in said
     assert everything(out) == before
     assert "is, holds or lies in the model's folder" in refuse(*settings, "--out", settings[0], "--overwrite")
     check_output(other / "codec", other, overwrite=False, kind=CODEC)

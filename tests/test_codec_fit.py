@@ -26,6 +26,7 @@ from recalkv.codec.moments import heads_per_code, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, DataError, NonFiniteError, ParameterError, UnsupportedModelError
+from recalkv.runtime.models import check_cached
 from tests import raises
 from tests.coded import fit, mean_keys, packed, unpacked
 from tests.tiny import SIZES, VOCABULARY, dense_model, random_model, windows
@@ -406,3 +407,9 @@ def test_head_sizes_that_give_no_blocks_are_refused() -> None:
 def test_models_with_attention_of_their_own_are_refused() -> None:
     bloom = random_model("bloom", vocab_size=128, hidden_size=48, n_layer=2, n_head=6)
     raises(UnsupportedModelError, r"attention interface", fit, bloom, windows(2, 24))
+    raises(UnsupportedModelError, r"^codec: BloomForCausalLM does not use .* attention interface", check_cached, bloom)
+
+
+def test_embeddings_that_are_changed_in_place_have_gradients() -> None:
+    ctrl = random_model("ctrl", vocab_size=128, n_embd=48, n_layer=2, n_head=2, dff=48, n_positions=64)
+    assert sorted(fit(ctrl, windows(2, 48)).layers) == [0, 1]

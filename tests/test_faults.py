@@ -241,10 +241,13 @@ def test_a_source_without_its_head_is_refused_before_the_work(tmp_path: Path, ti
         recalkv.compress(str(tmp_path), tiny_tokenizer, ["the cache holds " * 900], samples=4, length=32)
 
 
-def test_compress_takes_a_revision_and_a_split(monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
+@pytest.mark.parametrize(("call", "module"), [(recalkv.compress, "recipe"), (recalkv.fit, "fitting")])
+def test_a_revision_and_a_split_are_taken(
+    call: Any, module: str, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any
+) -> None:
     seen: list[Any] = []
 
-    def resolved(*given: Any) -> Any:
+    def resolved(*given: Any, **_: Any) -> Any:
         seen.append(given[:2])
         raise KeyboardInterrupt
 
@@ -252,10 +255,10 @@ def test_compress_takes_a_revision_and_a_split(monkeypatch: pytest.MonkeyPatch, 
         seen.append(wanted.split)
         return {"text": ["the cache"]}
 
-    monkeypatch.setattr("recalkv.recipe.resolve_model", resolved)
+    monkeypatch.setattr(f"recalkv.{module}.resolve_model", resolved)
     monkeypatch.setattr("recalkv.text.corpora.calibration_documents", documents)
     with pytest.raises(KeyboardInterrupt):
-        recalkv.compress("some/model", tiny_tokenizer, "some/data", revision="v2", split="validation")
+        call("some/model", tiny_tokenizer, "some/data", revision="v2", split="validation")
     assert seen == ["validation", ("some/model", "v2")]
 
 

@@ -15,7 +15,7 @@ import zarr
 from recalkv.errors import ParameterError, StoreError
 from recalkv.store import stores as module
 from recalkv.store.folders import partial_path, writing_folder
-from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, writing_layers, writing_store
+from recalkv.store.stores import SCHEMA_VERSION, StoreWriter, open_store, source_digest, writing_layers, writing_store
 from tests import raises
 from tests.pipeline import folder_hash
 
@@ -193,6 +193,15 @@ def test_folder_replaces_the_old_one_whole(path: Path) -> None:
             assert folder == partial_path(path)
             (folder / name).write_text(name)
     assert [p.name for p in path.iterdir()] == ["new"] and list(path.parent.iterdir()) == [path]
+
+
+def test_sources_in_cuda_count_as_code(path: Path) -> None:
+    path.mkdir(parents=True)
+    digests = set()
+    for name, text in (("a.py", "1"), ("a.cu", "1"), ("a.cu", "2"), ("notes.txt", "1")):
+        (path / name).write_text(text)
+        digests.add(source_digest(path))
+    assert len(digests) == 3
 
 
 def test_a_folder_that_was_filled_meanwhile_stays(path: Path) -> None:

@@ -44,6 +44,7 @@ def test_a_loss_has_no_ratio_of_its_own() -> None:
         ("size=4", "'size=4' cannot be read"), ("max_excess=a", "'max_excess=a' cannot be read"),
         ("max_excess=0", "max_excess=0.0 must be a positive"),
         ("bytes_per_token=-5", "bytes_per_token=-5.0 must be a positive"),
+        ([1], r"target \[1\] cannot be read; write"),
         ("bytes_per_token=inf", "bytes_per_token=inf must be"), ("4GiB@0K", "bytes_per_token=inf"),
     ],
 )  # fmt: skip

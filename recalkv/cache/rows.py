@@ -49,6 +49,19 @@ class RowLayout:
         return torch.cat([numbers[..., start : start + segment.width] for start, segment in pieces], dim=-1).to(dtype)
 
 
+def straight_through(rounded: Tensor, new: Tensor, end: int) -> Tensor:
+    """Return rounded latents whose gradients pass on to the latents that were rounded (straight-through estimator).
+
+    Parameters
+    ----------
+    rounded : (batch, 1, slots, columns)
+        Latents as read from rows.
+    new : (batch, 1, tokens, columns)
+        Latents before rounding of the tokens in the slots up to ``end``.
+    """
+    return rounded + pad(new - new.detach(), (0, 0, end - new.shape[2], rounded.shape[2] - end))
+
+
 # A custom operator, so that tracing a model records one node: the trellis search works element by element.
 @torch.library.custom_op("recalkv::pack_rows", mutates_args=())
 def _packed(numbers: Tensor, segments: list[int]) -> Tensor:

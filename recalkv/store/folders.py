@@ -200,10 +200,14 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
                 f"`recalkv {kind.command} --overwrite`."
             )
         if not kind.made(place) or inner:
-            # A codec's folder holds nothing else, such as weights or a card, which would be lost.
-            beside = sorted(_names(place) - _CODEC_FILES) if kind is CODEC and "codec.json" in _names(place) else []
-            found = f"the folder(s) {', '.join(inner)}" if inner else f"no {kind.name} of ReCalKV"
-            found = f"{', '.join(beside)} beside the codec" if beside and not inner else found
+            names = _names(place)
+            if inner:
+                found = f"the folder(s) {', '.join(inner)}"
+            elif kind is CODEC and "codec.json" in names > _CODEC_FILES & names:
+                # Weights or a card, which would be lost.
+                found = f"{', '.join(sorted(names - _CODEC_FILES))} beside the codec"
+            else:
+                found = f"no {kind.name} of ReCalKV"
             raise ParameterError(
                 f"output folder {out} holds {found}: --overwrite replaces {kind.name}s alone; {remedy}."
             )

@@ -78,8 +78,10 @@ def check(version: str, vllm_config: Any) -> None:
             "exact states, which are smaller than those of the state layers; give --no-enable-prefix-caching."
         )
     parallel = vllm_config.parallel_config
-    if parallel.enable_dbo:
-        raise ParameterError("codec: enable_dbo=True is not served, as half a step may lack tokens; leave it out.")
+    if parallel.use_ubatching:
+        raise ParameterError(
+            "codec: steps in microbatches (enable_dbo, ubatch_size) are untested with the backend; leave them out."
+        )
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ParameterError(
