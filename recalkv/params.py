@@ -144,7 +144,7 @@ class CompressionParams(_Section):
         32,
         ge=0,
         le=8192,
-        description="most recent tokens kept as 16-bit latents beside their quantized rows, below 16 bits only; "
+        description="most recent tokens kept as unrounded latents beside their quantized rows, below 16 bits only; "
         "they cost a fixed size per sequence, which `ratio` does not count",
     )
     rank_multiple: int = Field(

@@ -20,7 +20,9 @@ def quantizable(
 ) -> LayerRefit:
     """Transform factors to the natural basis, scaled by :func:`shared_scales` and rotated within each segment.
 
-    Directions are sorted by descending variance. The basis minimizes the error in the method's metric.
+    Directions are sorted by descending variance. With mixed bits the basis minimizes the error in the method's metric,
+    in which the bits were allocated. With equal bits it minimizes the plain reconstruction error: the loss metric
+    has directions of almost no cost, in which coarse rounding would cause unbounded noise.
 
     Parameters
     ----------
@@ -30,7 +32,7 @@ def quantizable(
         Spec of the layer, with its segments.
     """
     assert spec.key_segments is not None
-    gram = problem.input_metric
+    gram, method = problem.input_metric, problem.method
     key_parts, value_parts = problem.parts(groups)
 
     def rotated(factors: LowRank, parts: Sequence[Any], segments: Sequence[Sequence[Segment]], side: int) -> LowRank:
@@ -38,9 +40,9 @@ def quantizable(
         for number, (left, right, part, pieces) in enumerate(
             zip(factors.down, factors.up, parts, segments, strict=True)
         ):
+            gradient = part.gradient if method.bits == "mixed" else None
             seed = (0, index, side, number)
-            factor = left.to(part.moment), right.to(part.moment)
-            new_left, new_right = _rebased(*factor, gram, part.gradient, pieces, seed)
+            new_left, new_right = _rebased(left.to(part.moment), right.to(part.moment), gram, gradient, pieces, seed)
             down.append(new_left)
             up.append(new_right)
         return LowRank(down, up).float()

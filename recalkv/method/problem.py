@@ -115,7 +115,7 @@ class LayerProblem:
             if key_gradient is not None and value_gradient is not None:
                 gradient = torch.block_diag(key_gradient, value_gradient)
             joint = [torch.cat([index, index + self.keys.shape[1]]) for index in columns]
-            return group_parts(both, gram, joint, gradient, ridge, sides=2), []
+            return group_parts(both, gram, joint, gradient, ridge), []
         value_columns = group_columns(value_groups(groups, self.method), self.head_dim)
         return (
             group_parts(self.keys, gram, columns, key_gradient, ridge),

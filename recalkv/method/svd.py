@@ -127,7 +127,6 @@ def group_parts(
     columns: Sequence[Tensor],
     gradient: Tensor | None = None,
     gradient_damping: float = 0.0,
-    sides: int = 1,
 ) -> list[GroupPart]:
     """Split one projection into its groups (paper, section 3.2).
 
@@ -144,9 +143,6 @@ def group_parts(
         ``G`` of the loss-aware metric; each group uses the block of its columns.
     gradient_damping
         Ridge on each block, relative to its mean diagonal.
-    sides
-        2 if the columns of a group are its keys and then as many values, whose gradients differ in size: each half of
-        the block gets a ridge of its own.
     """
     weight = weight.double()
     # One m x m x n product serves all groups.
@@ -157,8 +153,7 @@ def group_parts(
         moment = part.T @ weighted[:, index]
         metric = None
         if gradient is not None:
-            blocks = (gradient[own][:, own].double() for own in index.chunk(sides))
-            metric = torch.block_diag(*(damped(block, gradient_damping) for block in blocks))
+            metric = damped(gradient[index][:, index].double(), gradient_damping)
         parts.append(GroupPart(part, (moment + moment.T) / 2, metric))
     return parts
 
