@@ -37,7 +37,14 @@ from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.chat import Document
-from recalkv.text.corpora import calibration_windows, check_length, check_vocabulary, held_out_windows, load_tokenizer
+from recalkv.text.corpora import (
+    calibration_windows,
+    check_length,
+    check_several,
+    check_vocabulary,
+    held_out_windows,
+    load_tokenizer,
+)
 from recalkv.text.windows import Windows
 
 
@@ -128,7 +135,7 @@ def compress_checkpoint(
     check_vocabulary(source.config, windows)
     dtype = checkpoint_dtype(reference.folder)
     goal = target or Target(ratio=parameters.ratio)
-    others = functools.partial(held_out_windows, tokenizer, texts, calibration)
+    others = functools.partial(held_out_windows, tokenizer, texts, calibration, window=loss_window(parameters))
     parameters, result = compress_to_target(source, windows, calibration, parameters, goal, dtype, others, progress)
     provenance = {"name": reference.name, "revision": reference.revision, "fingerprint": reference.fingerprint}
     latents = stored_latents(source, result.specs, result.permutations, parameters, provenance, calibration)
@@ -222,6 +229,11 @@ def compress_layers(
     return result
 
 
+def loss_window(parameters: CompressionParams) -> int:
+    """Return the tokens of a window on which a loss is measured: the exact window is at most a quarter of them."""
+    return max(512, 4 * parameters.exact_window)
+
+
 def compress_to_target(
     source: LayerSource,
     windows: Tensor,
@@ -266,13 +278,17 @@ def compress_to_target(
     limit = target.max_excess
     assert limit is not None
     others = held_out()
+    check_several(others)
     if method.quantized and others.tokens.shape[1] <= parameters.exact_window:
         raise ParameterError(
-            f"length={calibration.length}: a loss cannot be measured on windows of at most {parameters.exact_window} "
-            f"tokens, which are kept exact; use longer ones."
+            f"length={calibration.length}: a loss cannot be measured on windows of at most "
+            f"exact_window={parameters.exact_window} tokens, which are kept exact; use longer ones, or a smaller "
+            f"exact_window."
         )
     text = dense_text(source, others, calibration.batch_size)
     wanted = EvaluationParams(precision=calibration.precision)
+    # As the dense model was: in 16 bits, rounding of the arithmetic would count as loss of the cache.
+    measured_in = torch.float32 if calibration.precision == "float32" else dtype
     known = collect_statistics(source, windows, calibration, method, progress)
     found: dict[float, CompressedLayers] = {}
 
@@ -280,7 +296,7 @@ def compress_to_target(
         # Results of a large model are large, so only the last result that met the target is kept beside this one.
         own = parameters.model_copy(update={"ratio": ratio})
         result = compress_layers(source, windows, calibration, own, progress, known)
-        figures = text.compare(assemble(source, result, own, dtype, {}), wanted)
+        figures = text.compare(assemble(source, result, own, measured_in, {}), wanted)
         excess = figures["excess_nats"] + figures["excess_standard_error_nats"]
         if excess <= limit:
             found.clear()

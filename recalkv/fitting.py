@@ -29,6 +29,7 @@ from recalkv.text.chat import Document
 from recalkv.text.corpora import (
     calibration_windows,
     check_length,
+    check_several,
     check_tokenizer,
     check_vocabulary,
     given_calibration,
@@ -219,6 +220,8 @@ def fit_loaded(
     # Check that there is enough text before the expensive steps.
     loss = isinstance(goal, Target) and goal.max_excess is not None
     held_out = held_out_windows(tokenizer, texts, calibration) if loss else None
+    if held_out is not None:
+        check_several(held_out)
     if held_out is not None and held_out.tokens.shape[1] <= WINDOW + SINKS:
         raise ParameterError(
             f"length={calibration.length}: a loss cannot be measured on windows of at most {WINDOW + SINKS} tokens, "

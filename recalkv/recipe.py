@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from recalkv.compression import assemble, compress_checkpoint, compress_to_target
+from recalkv.compression import assemble, compress_checkpoint, compress_to_target, loss_window
 from recalkv.errors import ParameterError
 from recalkv.method.target import Target
 from recalkv.model.device import check_device, device_of
@@ -168,7 +168,7 @@ def _in_memory(
     check_length(source.config, "calibration.length", calibration.length)
     windows, dtype = calibration_windows(tokenizer, texts, calibration), weight.dtype
     check_vocabulary(source.config, windows)
-    others = functools.partial(held_out_windows, tokenizer, texts, calibration)
+    others = functools.partial(held_out_windows, tokenizer, texts, calibration, window=loss_window(parameters))
     parameters, result = compress_to_target(source, windows, calibration, parameters, target, dtype, others, progress)
     name = getattr(model.config, "_name_or_path", None)
     # A folder is recorded as its absolute path, which cannot be mistaken for a hub id.

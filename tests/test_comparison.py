@@ -149,6 +149,9 @@ def test_what_does_not_fit_is_left_out() -> None:
     # Windows fit the model's positions, and the same fraction of them is decoded.
     shorter = possible(QUICK, 128).evaluation
     assert (shorter.window, shorter.prefill) == (128, 112)
+    # Most tokens of a window read rounded rows.
+    longer = possible(QUICK, 8192, exact=256).evaluation
+    assert longer.window == 1024 and longer.prefill == (QUICK.evaluation.prefill or 0) * 1024 // QUICK.evaluation.window
 
 
 def test_models_that_do_not_fit_are_refused(

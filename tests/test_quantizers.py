@@ -82,6 +82,14 @@ def test_llama_cpps_blocks_by_hand() -> None:
     plain, rotated = (float(error.abs().mean()) for error in errors)
     assert plain > 0.4 and rotated < 2 * plain
     torch.testing.assert_close(quantizer("q8_0-rotated", 64).keys(spiky), spiky, atol=0.2, rtol=0)
+    # llama.cpp rotates heads of multiples of 64 alone.
+    other = states(1, 1, 2, 96)
+    assert torch.equal(quantizer("q4_0-rotated", 96).keys(other), quantizer("q4_0", 96).keys(other))
+
+
+def test_few_layers_have_an_inner_one_that_is_rounded() -> None:
+    rounding = quantizer("vllm-turboquant-4", 64)
+    assert [list(rounding.layers(count)) for count in (1, 2, 3, 5)] == [[0], [], [1], [2]]
 
 
 def test_vllms_scales_per_token_and_head() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from recalkv.compression import _prediction, compress_layers, compress_to_target
-from recalkv.errors import BudgetError, ParameterError
+from recalkv.compression import _prediction, compress_layers, compress_to_target, loss_window
+from recalkv.errors import BudgetError, DataError, ParameterError
 from recalkv.evaluation.perplexity import window_scores
 from recalkv.evaluation.streamed import dense_text
 from recalkv.method.search import largest_ratio
@@ -115,6 +115,17 @@ def own_text(model: Any, count: int, seed: int) -> torch.Tensor:
     """Sample windows from a model itself: no other model has a lower loss on them, except by chance."""
     torch.manual_seed(seed)
     return model.generate(windows(count, 1, seed), max_new_tokens=47, do_sample=True, suppress_tokens=[2])[:, :48]
+
+
+def test_one_window_is_too_few_for_a_loss_target() -> None:
+    dense, one = dense_model("llama-gqa"), Windows(windows(1, 48), torch.arange(1))
+    arguments = ModuleSource(dense), windows(), calibration(), CompressionParams(group_size=2)
+    with pytest.raises(DataError, match=r"at least 2 held-out windows, the text leaves 1; give more text"):
+        compress_to_target(*arguments, Target(max_excess=0.2), torch.float32, lambda: one)
+
+
+def test_windows_of_a_loss_target_are_longer_than_what_stays_exact() -> None:
+    assert [loss_window(CompressionParams(exact_window=tokens)) for tokens in (0, 32, 512)] == [512, 512, 2048]
 
 
 def test_a_loss_target_is_met_on_held_out_windows_and_not_by_much() -> None:

@@ -63,7 +63,7 @@ def evaluate(
         from dataclasses import replace
 
         from recalkv.codec.sidecar import Codec
-        from recalkv.evaluation.comparison import FULL, QUICK, compare, positions_of, possible
+        from recalkv.evaluation.comparison import FULL, QUICK, compare, exact_window_of, positions_of, possible
         from recalkv.model.device import device_of
         from recalkv.reports.comparison import page, write
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
@@ -89,7 +89,11 @@ def evaluate(
                 place = elsewhere  # the checkpoint's card does not describe another model
                 _check_place(place)
             tokenizer = load_tokenizer(folder)
-            wanted = possible(replace(QUICK if quick else FULL, tasks=found, limit=limit), positions_of(folder))
+            wanted = possible(
+                replace(QUICK if quick else FULL, tasks=found, limit=limit),
+                positions_of(folder),
+                exact=exact_window_of(folder),
+            )
             texts = {
                 name: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
                 for each, name in shown.items()
@@ -172,7 +176,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
 
     The compression has finished, so a failed evaluation is reported, not raised.
     """
-    from recalkv.evaluation.comparison import QUICK, compare, positions_of, possible
+    from recalkv.evaluation.comparison import QUICK, compare, exact_window_of, positions_of, possible
     from recalkv.model.modeling import register
     from recalkv.reports.comparison import WITHIN, advice, write
     from recalkv.text.corpora import held_out_windows, load_tokenizer
@@ -183,7 +187,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     register()
     try:
         tokenizer = load_tokenizer(out)
-        wanted = possible(QUICK, positions_of(out))
+        wanted = possible(QUICK, positions_of(out), exact=exact_window_of(out))
         count, window = wanted.evaluation.max_windows or 8, wanted.evaluation.window
         held_out = held_out_windows(tokenizer, texts, calibration, count, window)
         names = ", ".join(map(public_name, texts))

@@ -137,9 +137,23 @@ def positions_of(folder: Path) -> int:
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def possible(wanted: Wanted, positions: int, text: int = sys.maxsize) -> Wanted:
-    """Shorten windows, and drop other lengths, beyond the model's positions or, for needle prompts, the text's end."""
+def exact_window_of(folder: Path) -> int:
+    """Return how many tokens of a compressed checkpoint stay unrounded; 0 of a dense one."""
+    register()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return LatentSpec.from_config(config).exact_window if hasattr(config, "recalkv") else 0
+
+
+def possible(wanted: Wanted, positions: int, text: int = sys.maxsize, exact: int = 0) -> Wanted:
+    """Shorten windows, and drop other lengths, beyond the model's positions or, for needle prompts, the text's end.
+
+    Windows are lengthened to four times the ``exact`` newest tokens, which are not rounded, before that.
+    """
     window, prefill = wanted.evaluation.window, wanted.evaluation.prefill
+    if window < 4 * exact:
+        longer = {"window": 4 * exact, "prefill": prefill and prefill * 4 * exact // window}
+        wanted = replace(wanted, evaluation=wanted.evaluation.model_copy(update=longer))
+        window, prefill = wanted.evaluation.window, wanted.evaluation.prefill
     if window > positions:
         # Keep the decoded fraction of a window.
         shorter = {"window": positions, "prefill": prefill and max(1, prefill * positions // window)}

@@ -61,7 +61,8 @@ class CacheQuantizer:
 
     def layers(self, count: int) -> range:
         """Return the indices of the rounded layers among ``count`` layers."""
-        return range(self.exact_layers, count - self.exact_layers)
+        exact = min(self.exact_layers, count // 2)
+        return range(exact, count - exact)
 
     def bits_per_element(self, context: int, layers: int = 1) -> float:
         """Return the bits per element of a cache of so many tokens and layers, including exact tokens and layers."""
@@ -155,10 +156,11 @@ def _nvfp4(head_dim: int) -> CacheQuantizer:
     return CacheQuantizer(rounded, rounded, 4 + 8 / 16)
 
 
-def _llama_rotations(head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return llama.cpp's Hadamard rotations: whole head for keys, blocks of 64 for values if these divide the head."""
-    whole = _hadamard(head_dim)
-    return whole, torch.block_diag(*[_hadamard(64)] * (head_dim // 64)) if head_dim % 64 == 0 else whole
+def _llama_rotations(head_dim: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return llama.cpp's Hadamard rotations: whole head for keys, blocks of 64 for values; none for other sizes."""
+    if head_dim % 64:
+        return None, None
+    return _hadamard(head_dim), torch.block_diag(*[_hadamard(64)] * (head_dim // 64))
 
 
 def _q4_0(rotate: bool, head_dim: int) -> CacheQuantizer:

@@ -222,6 +222,17 @@ def held_out_windows(
     return other_windows(tokens, wanted.samples, wanted.length, wanted.seed, window, most)
 
 
+def check_several(held_out: Windows) -> None:
+    """Refuse a loss target with one held-out window, of which no standard error is known.
+
+    Raises
+    ------
+    DataError
+    """
+    if len(held_out.tokens) < 2:
+        raise DataError("a loss target needs at least 2 held-out windows, the text leaves 1; give more text.")
+
+
 def main_documents(wanted: EvaluationParams) -> list[Document]:
     """Load the documents of ``evaluation.text``, from the split of the corpus protocol unless another is requested."""
     protocol = PROTOCOLS.get(wanted.text, Protocol())
