@@ -232,6 +232,20 @@ def test_eval_writes_a_page_and_its_figures(
     assert (tmp_path / CARD).read_text() == "of another"
 
 
+def test_eval_warns_of_the_part_of_a_corpus_that_was_calibrated_on(
+    compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shutil.copytree(compressed, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    config["recalkv"]["calibration"] |= {"text": ["embedded-news"], "split": "train"}
+    (own / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(comparison, "QUICK", SMALL)
+    monkeypatch.setattr("recalkv.text.corpora.main_documents", lambda wanted: ["the cache holds what was read " * 80])
+    command = ["eval", own, "--text", "embedded-news", "--quick", "--device", "cpu", "--out", tmp_path / "page.md"]
+    warning = "warning: the train part of embedded-news was calibrated on, too"
+    assert warning in done(*command, "--split", "train") and warning not in done(*command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

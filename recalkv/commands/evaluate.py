@@ -83,8 +83,11 @@ def evaluate(
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
             folder, reference, known = _models(small, dense, own, Path(scratch))
             files = {name for each, name in shown.items() if Path(each).is_file()}
-            for name in sorted(files & _calibrated_on(own, folder)):
-                typer.echo(f"warning: a file {name} was calibrated on, too; figures on it are too good", err=True)
+            calibrated, part = _calibrated_on(own, folder)
+            for name in sorted(calibrated & set(shown.values())):
+                if name in files or split == part:
+                    what = f"a file {name}" if name in files else f"the {split} part of {name}"
+                    typer.echo(f"warning: {what} was calibrated on, too; figures on it are too good", err=True)
             if not known and out is None:
                 place = elsewhere  # the checkpoint's card does not describe another model
                 _check_place(place)
@@ -106,14 +109,18 @@ def evaluate(
         print(f"written to {', '.join(map(str, written))}")
 
 
-def _calibrated_on(codec: "Codec | None", folder: Path) -> set[str]:
-    """Return the names of the texts that a codec, or the latents of a checkpoint, were calibrated on."""
+def _calibrated_on(codec: "Codec | None", folder: Path) -> tuple[set[str], str | None]:
+    """Return the names of the texts that a codec, or the latents of a checkpoint, were calibrated on; and their split.
+
+    Side-cars do not record the split.
+    """
     from recalkv.model.source import load_config
     from recalkv.model.spec import LatentSpec
 
     if codec is not None:
-        return set(codec.record.get("texts", ()))
-    return set((LatentSpec.from_config(load_config(folder, str(folder))).calibration or {}).get("text", ()))
+        return set(codec.record.get("texts", ())), None
+    record = LatentSpec.from_config(load_config(folder, str(folder))).calibration or {}
+    return set(record.get("text", ())), record.get("split")
 
 
 def _check_place(place: Path) -> None:
