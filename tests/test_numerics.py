@@ -94,12 +94,12 @@ def test_fewer_tokens_than_directions_leave_everything_finite(method: str, ids: 
     result = compress_layers(ModuleSource(dense), ids, calibration(), parameters)
     small = assemble(dense, result, parameters)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in small.state_dict().values())
+    # A rank that is large enough for all directions of the calibration text loses nothing on that text, damping aside.
     if ids.numel() == 3:
-        # A rank that is large enough for all directions of the calibration text loses nothing on that text. The
-        # loss-aware method is damped and its ranks differ by layer: it loses little.
-        expected = dense(ids).logits
-        error = torch.linalg.vector_norm(small(ids).logits - expected) / torch.linalg.vector_norm(expected)
-        assert error < (0.03 if method == "loss-aware" else 1e-4)
+        expected, found = dense(ids).logits, small(ids).logits
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        if parameters.damping == 0:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
