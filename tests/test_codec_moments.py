@@ -14,7 +14,8 @@ from recalkv.codec.fit import build_codec
 from recalkv.codec.moments import SINKS, LayerMoments, take_moments
 from recalkv.codec.probe import watching
 from recalkv.codec.rope import Rotation, measured_rotations
-from recalkv.errors import ParameterError
+from recalkv.errors import ParameterError, UnsupportedModelError
+from tests import raises
 from tests.tiny import dense_model, random_model, windows
 
 CONTEXT = 70
@@ -132,7 +133,13 @@ def test_blocks_are_those_of_heads_that_may_share_a_code() -> None:
 def test_values_are_grouped_as_the_keys_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def wider(model: Any, watcher: Any) -> Iterator[None]:
-        with watching(model, lambda layer, key, value: watcher(layer, key, torch.cat([value, value], -1))):
+        def doubled(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+            twice = torch.cat([value, value], -1).detach().requires_grad_(value.requires_grad)
+            watcher(layer, key, twice)
+            if value.requires_grad:
+                value.register_hook(lambda gradient: twice.backward(torch.cat([gradient, gradient], -1)))
+
+        with watching(model, doubled):
             yield
 
     monkeypatch.setattr(codec_moments, "watching", wider)
@@ -214,3 +221,21 @@ def test_labels_are_drawn_by_their_probabilities() -> None:
     torch.testing.assert_close(counts, likely[0], rtol=0, atol=0.01)
     assert counts[[0, 2, 5]].sum() == 0
     assert codec_moments._drawn(likely[:2], torch.tensor([[0.0], [1.0]])).flatten().tolist() == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["k_proj"], "no gradient reaches the keys of layer 1 of LlamaForCausalLM"),
+        (["v_proj"], "no gradient reaches the values of layer 1 of LlamaForCausalLM"),
+        (["k_proj", "v_proj"], "no gradient reaches the keys of layer 1"),
+        (["lm_head"], "no gradient reaches the keys of layer 0"),
+    ],
+)
+def test_projections_without_a_backward_pass_are_refused_at_once(names: list[str], message: str) -> None:
+    model, steps = copy.deepcopy(dense_model("llama-gqa")), []
+    for name in names:
+        module = model.lm_head if name == "lm_head" else getattr(model.model.layers[1].self_attn, name)
+        module.register_forward_hook(lambda _, __, output: output.detach())
+    raises(UnsupportedModelError, message, take_moments, model, windows(), CONTEXT, progress=lambda *x: steps.append(x))
+    assert not [each for each in steps if each[0] == "moments"]

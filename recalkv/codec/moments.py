@@ -152,6 +152,8 @@ def take_moments(
         If ``heads`` does not divide a layer's number of KV heads.
     NonFiniteError
         If states, logits or gradients have NaN or infinity; the message says where.
+    UnsupportedModelError
+        If a layer's keys have an odd size, or if no gradient reaches a layer's keys or values.
     DataError
         If windows have no token after the sinks that predicts another.
     """
@@ -178,8 +180,7 @@ def take_moments(
     with watching(model, sums.add_moments), _gradients_of_inputs(model), torch.enable_grad():
         for number, window in enumerate(windows):
             _backward(model, window, sampler, mixed)
-            if sums.failed:
-                raise _not_finite(max(sums.failed), "gradients")
+            sums.check_gradients(model)
             progress("moments", number + 1, samples)
     # Free each layer's sums as its moments are made: they are large for wide models.
     return {layer: _finished(sums.sides.pop(layer), served.get(layer), context) for layer in sorted(sums.sides)}
@@ -253,10 +254,11 @@ class _Sums:
 
     def add_moments(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Watch a forward pass and add moments when its backward pass yields the gradients."""
-        if not key.requires_grad or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         for number, states in enumerate((key, value)):
-            states.register_hook(functools.partial(self._add, layer, number, states.detach()))
+            if states.requires_grad:
+                states.register_hook(functools.partial(self._add, layer, number, states.detach()))
 
     def _add(self, layer: int, number: int, states: Tensor, gradient: Tensor) -> None:
         pair = [self.before_rope(layer, x) if number == 0 else x[:, :, SINKS:] for x in (states, gradient)]
@@ -264,6 +266,25 @@ class _Sums:
             self.sides[layer][number].add(*pair)
         else:
             self.failed.append(layer)
+
+    def check_gradients(self, model: Any) -> None:
+        """Refuse gradients that were not finite, or that did not reach the keys or the values of a layer.
+
+        Raises
+        ------
+        NonFiniteError
+        UnsupportedModelError
+        """
+        if self.failed:
+            raise _not_finite(max(self.failed), "gradients")
+        for layer, pair in sorted(self.sides.items()):
+            for side, name in zip(pair, ("keys", "values"), strict=True):
+                if not side.count:
+                    raise UnsupportedModelError(
+                        f"codec: no gradient reaches the {name} of layer {layer} of {type(model).__name__}, as where "
+                        f"quantized weights run in a kernel without a backward pass; fit to the model before "
+                        f"quantization."
+                    )
 
 
 def _finished(pair: tuple[_Side, _Side], rotation: Rotation | None, context: int) -> LayerMoments:
@@ -290,6 +311,8 @@ def _backward(model: Any, window: Tensor, sampler: torch.Generator, mixed: bool)
             "codec: NaN or infinity in the logits during calibration, after the last layer's attention; fit in "
             "float32, and check the model's weights."
         )
+    if not logits.requires_grad:
+        return  # no layer gets a gradient, which the caller refuses
     at_logits = logits.detach().float().softmax(-1)[0]
     # Inverse CDF sampling on the logits' device, with one random number per token from a CPU generator.
     places = torch.rand(len(at_logits), 1, generator=sampler, dtype=torch.float32, device="cpu").to(at_logits.device)
