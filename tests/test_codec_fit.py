@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -237,6 +238,39 @@ def test_a_write_that_fails_leaves_the_old_one(codec: Codec, tmp_path: Path, mon
     assert (place / "codec.json").read_text() == old and [path.name for path in tmp_path.iterdir()] == ["codec"]
 
 
+def test_an_interrupt_between_its_renames_leaves_the_old_one(
+    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, rename = tmp_path / "codec", Path.rename
+    codec.save(place)
+    old = (place / "codec.json").read_text()
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dataclasses.replace(codec, window=7).save(place)
+    assert (place / "codec.json").read_text() == old and [path.name for path in tmp_path.iterdir()] == ["codec"]
+
+
+def test_files_of_two_codecs_are_refused_and_read_again(
+    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(codec, layers={0: codec.layers[0]})
+    for name, each in (("one", codec), ("other", other)):
+        each.save(tmp_path / name)
+    # Another process replaces the side-car after its JSON was read.
+    files = [(tmp_path / name / FILE).read_bytes() for name in ("other", "one")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: files.pop(0))
+        assert Codec.load(tmp_path / "one").layers.keys() == codec.layers.keys()
+    (tmp_path / "other" / FILE).rename(tmp_path / "one" / FILE)
+    raises(CheckpointError, "is not the one that codec.json describes", Codec.load, tmp_path / "one")
+
+
 def changed_record(place: Path, change: Any) -> None:
     record = json.loads((place / "codec.json").read_text())
     change(record)
@@ -247,6 +281,8 @@ def changed_tensors(place: Path, change: Any) -> None:
     tensors = load_file(place / "codec.safetensors")
     change(tensors)
     save_file(tensors, place / "codec.safetensors")
+    # As a version without digests would have written it, so that the check behind the digest's is reached.
+    changed_record(place, lambda record: record.pop("sha256"))
 
 
 NAME, MEAN, FILE = "layers.1.keys.0", "layers.1.key_mean", "codec.safetensors"

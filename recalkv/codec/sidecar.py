@@ -5,9 +5,11 @@ is neither changed nor copied.
 """
 
 import functools
+import hashlib
 import json
 import re
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from recalkv.codec.rope import Rotation
@@ -282,12 +284,12 @@ class Codec:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             new.mkdir()
             self.write(new)
-            if folder.exists():
-                folder.rename(old)
             try:
+                if folder.exists():
+                    folder.rename(old)
                 new.rename(folder)
-            except OSError:
-                if old.exists():
+            except BaseException:  # an interrupt, too
+                if old.exists() and not folder.exists():
                     old.rename(folder)
                 raise
 
@@ -310,6 +312,7 @@ class Codec:
         record = {
             "format": FORMAT, "fingerprint": self.fingerprint, "window": self.window, "sinks": self.sinks,
             "context": self.context, "record": dict(self.record), "layers": layers,
+            "sha256": hashlib.sha256((folder / _TENSORS).read_bytes()).hexdigest(),
         }  # fmt: skip
         (folder / _RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
@@ -329,12 +332,15 @@ class Codec:
         """
         folder = Path(folder) if Path(folder).is_dir() else _fetched(str(folder))
         try:
-            record = json.loads((folder / _RECORD).read_text())
-            tensors = load_file(folder / _TENSORS)
-        except (OSError, ValueError, RecursionError, SafetensorError) as error:
-            raise CheckpointError(
-                f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv fit`."
-            ) from error
+            record, tensors = _read(folder)
+        except (OSError, ValueError, RecursionError, SafetensorError):
+            time.sleep(0.1)  # another process may be replacing it
+            try:
+                record, tensors = _read(folder)
+            except (OSError, ValueError, RecursionError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv fit`."
+                ) from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else None
             raise CheckpointError(
@@ -353,6 +359,16 @@ class Codec:
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"codec: {folder} is damaged ({error!r}); fit the codec again.") from error
+
+
+def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Return the content of a side-car's files, which must be of one codec."""
+    record = json.loads((folder / _RECORD).read_text())
+    content = (folder / _TENSORS).read_bytes()
+    # Earlier versions wrote no digest.
+    if isinstance(record, dict) and record.get("sha256") not in (None, hashlib.sha256(content).hexdigest()):
+        raise ValueError(f"{_TENSORS} is not the one that {_RECORD} describes")
+    return record, load(content)
 
 
 def _fetched(name: str) -> Path:
