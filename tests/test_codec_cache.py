@@ -362,7 +362,10 @@ def test_a_decoder_that_is_an_output_head_gets_no_cache() -> None:
 
 def test_parts_of_a_model_that_uses_a_codec_are_refused() -> None:
     model = coded_model()
-    raises(UnsupportedModelError, "call `recalkv.stop_codec` on that one first", use_codec, model.model, codec_of())
+    message = "call `recalkv.stop_codec` on that one first"
+    raises(UnsupportedModelError, message, use_codec, model.model, codec_of())
+    raises(UnsupportedModelError, message, stop_codec, model.model)
+    stop_codec(dense())  # has none
     raises(UnsupportedModelError, "DataParallel has no config", use_codec, torch.nn.DataParallel(dense()), codec_of())
 
 
@@ -423,6 +426,19 @@ def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
     assert_agree(in_chunks(model, ids, STEPS)[0], one_pass(model, ids))
     positions = torch.arange(60).expand(3, 6, 60).clone()
     assert_agree(one_pass(model, ids, position_ids=positions), one_pass(model, ids))
+    # Left padding, and padding between turns, are those of models with one number a token.
+    mask = torch.ones(6, 60, dtype=torch.int64)
+    mask[0, :17] = 0
+    padded = (mask.cumsum(1) - 1).clamp_min(0).expand(3, 6, 60)
+    found = one_pass(model, ids, attention_mask=mask, position_ids=padded)
+    assert_agree(found[:1, 17:], one_pass(model, ids[:1, 17:]))
+    _, cache = in_chunks(model, ids, [30])
+    mask = torch.ones(6, 60, dtype=torch.int64)
+    mask[0, 30:35] = 0
+    padded = (mask.cumsum(1) - 1)[:, 30:].expand(3, 6, 30)
+    read = functools.partial(model, past_key_values=cache, use_cache=True)
+    message = "position_ids give 30 where a sequence's slots give 35"
+    raises(ParameterError, message, read, ids[:, 30:], attention_mask=mask, position_ids=padded)
     positions[1, :, 9:20] += 3
     with pytest.raises(UnsupportedModelError, match="positions of 3 numbers a token .* only text"):
         one_pass(model, ids, position_ids=positions)
@@ -466,8 +482,14 @@ def test_padding_between_turns_is_refused() -> None:
     mask = torch.ones(6, 60, dtype=torch.int64)
     mask[0, 30:35] = 0
     positions = (mask.cumsum(1) - 1)[:, 30:].clamp_min(0)
-    with pytest.raises(ParameterError, match="position_ids give 30 where a sequence's slots give 35"):
-        model(ids[:, 30:], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    message = "position_ids give 30 where a sequence's slots give 35"
+    raises(ParameterError, message, model, ids[:, 30:], mask, positions, past_key_values=cache, use_cache=True)
+    # Beside a sequence that has no token yet.
+    mask[1, :40] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = codec_cache(model)
+    model(ids[:, :30], mask[:, :30], positions[:, :30], past_key_values=cache)
+    raises(ParameterError, message, model, ids[:, 30:40], mask[:, :40], positions[:, 30:40], past_key_values=cache)
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -496,6 +518,13 @@ def test_a_family_that_hands_attention_no_positions_is_padded_all_the_same() -> 
     assert_agree(one_pass(model, ids, attention_mask=mask, position_ids=positions)[:1, 17:], alone)
     # Positions of one pass are not reused in the next.
     assert_agree(one_pass(model, ids[:1, 17:]), alone)
+    compiled = torch.compile(model, backend="eager")
+    for cached in (False, True):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = compiled(ids, attention_mask=mask, position_ids=positions, use_cache=cached).logits
+            assert_agree(found[:1, 17:], alone)
+            assert_agree(compiled(ids[:1, 17:], use_cache=cached).logits, alone)
     cache = codec_cache(model)
     with pytest.raises(IndexError):
         model(ids[:1, 17:] + 10_000, past_key_values=cache, position_ids=torch.arange(100, 143)[None])

@@ -572,6 +572,10 @@ def test_a_cache_that_is_used_again_takes_the_codec_of_the_model(static: bool) -
     assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
     sizes = {each.row_bytes for each in codec_of(bits=2).layers.values()}
     assert {layer.codec.row_bytes for layer in cache.layers} == sizes
+    # Of the same bases, with another window.
+    cache.reset()
+    use_codec(model, dataclasses.replace(codec_of(bits=2), window=20))
+    assert_agree(in_chunks(model, ids, [20, *range(21, 61)], cache)[0], one_pass(model, ids))
 
 
 def test_packed_sequences_are_refused() -> None:

@@ -156,7 +156,7 @@ def _check_causal(mask: Tensor, count: int) -> None:
 
 def _given(query: Tensor) -> Tensor | None:
     """Return the positions of a pass without a cache, for models that do not pass them to their attention."""
-    positions: Tensor | None = None if torch.compiler.is_compiling() else getattr(GIVEN, "positions", None)
+    positions: Tensor | None = getattr(GIVEN, "positions", None)
     fits = positions is not None and positions.shape[0] in (1, len(query)) and positions.shape[1] == query.shape[2]
     return positions if fits else None
 

@@ -83,11 +83,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
         raise UnsupportedModelError(
             f"codec: this {type(base).__name__} caches latents already; a codec is for the dense model it came from."
         )
-    if codec_of(base) is not None and "recalkv_before" not in vars(base):
-        raise UnsupportedModelError(
-            f"codec: a part of this {type(base).__name__}, or a model that it is part of, uses a codec; call "
-            f"`recalkv.stop_codec` on that one first."
-        )
+    _check_whole(base)
     if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
             f"codec: it was fitted to another model, {own.record.get('model') or 'whose name it does not have'} "
@@ -134,8 +130,15 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
 
 
 def stop_codec(model: Any) -> Any:
-    """Undo :func:`use_codec`."""
+    """Undo :func:`use_codec`; a model without a codec stays as it is.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If another model uses the codec, of which this is a part or which is a part of this.
+    """
     base = _base(model)
+    _check_whole(base)
     for hook in base.__dict__.pop("recalkv_hooks", ()):
         hook.remove()
     before = base.__dict__.pop("recalkv_before", None)
@@ -146,6 +149,15 @@ def stop_codec(model: Any) -> Any:
         for name in _METHODS:
             base.__dict__.pop(name, None)
     return model
+
+
+def _check_whole(base: Any) -> None:
+    """Refuse a model of which only a part uses a codec, or which is a part of one that does."""
+    if codec_of(base) is not None and "recalkv_before" not in vars(base):
+        raise UnsupportedModelError(
+            f"codec: a part of this {type(base).__name__}, or a model that it is part of, uses a codec; call "
+            f"`recalkv.stop_codec` on that one first."
+        )
 
 
 def codec_of(model: Any) -> Codec | None:
@@ -241,7 +253,8 @@ def coded(cache: Any, codec: Codec) -> Any:
         if index not in layers:
             continue
         if isinstance(layer, CodecLayer):
-            if not _is_of(layer, layers[index]):
+            same = (layer.window, layer.sinks) == (codec.window, codec.sinks) and _is_of(layer, layers[index])
+            if not same:
                 if layer.length:
                     raise UnsupportedModelError(
                         f"codec: the cache holds {layer.length} tokens in rows of another codec; give an empty cache."
@@ -336,23 +349,19 @@ class _CacheHook:
             kwargs[self.argument] = coded(cache, self.codec)
         if positions is not None and positions.dim() == 3:
             check_axes(module, positions)
-            positions = None
-        if torch.compiler.is_compiling():
-            return args, kwargs
+            positions = positions[-1]
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, CodecLayer)]
-        check_lengths(layers)
-        mask = kwargs.get("attention_mask")
-        if positions is not None:
-            mask, begin = widest_mask(mask, layers, positions.shape[-1])
-            check_packed(positions, mask, begin)
-        if cache is None:
-            GIVEN.positions = positions
-        else:
-            # Assign None as well: a failed pass may have left stale positions.
-            for layer in layers:
-                layer.given = positions
-            if layers and positions is not None:
-                check_slots(layers[0], positions, mask)
+        if not torch.compiler.is_compiling():
+            check_lengths(layers)
+            if positions is not None:
+                mask, begin = widest_mask(kwargs.get("attention_mask"), layers, positions.shape[-1])
+                check_packed(positions, mask, begin)
+                if layers:
+                    check_slots(layers[0], positions, mask)
+        # Assign None as well: a failed pass may have left stale positions.
+        for layer in layers:
+            layer.given = positions
+        GIVEN.positions = None if layers else positions
         return args, kwargs
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -57,11 +57,12 @@ def check_slots(layer: CodecLayer, positions: Tensor, mask: Any) -> None:
     """
     count = positions.shape[-1]
     # Skip single tokens on a GPU: the check would need a device sync. Padding at the right of a prompt is not noticed.
-    if not layer.length or layer.unsettled or (count == 1 and not positions.is_cpu):
+    if not layer.length or (count == 1 and not positions.is_cpu):
         return
-    assert layer.offset is not None
+    assert layer.first is not None and layer.offset is not None
     wanted = layer.length + torch.arange(count, device=positions.device) + layer.offset[:, None].to(positions.device)
-    wrong = positions != wanted
+    # A sequence without cached tokens may begin anywhere.
+    wrong = (positions != wanted) & (layer.first < layer.length)[:, None].to(positions.device)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         wrong &= mask[:, -count:].bool().to(wrong.device)
     if bool(wrong.any()):
