@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
@@ -119,6 +120,8 @@ def test_a_folder_has_its_models_fingerprint(family: str, default: torch.dtype, 
     """A checkpoint folder has its model's fingerprint under any default dtype, as engines set one while loading."""
     model = dense_model(family)
     model.save_pretrained(tmp_path)
+    # A file that is read first, of a vision tower beside the model.
+    save_file({"a.position_embeddings.weight": torch.ones(4, 8)}, tmp_path / "a.safetensors")
     with local_torch_dtype(default):
         assert checkpoint_fingerprint(tmp_path, model.config) == model_fingerprint(model)
     assert checkpoint_fingerprint(tmp_path / "nowhere", model.config) is None

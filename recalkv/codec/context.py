@@ -107,14 +107,15 @@ def checkpoint_fingerprint(folder: Path, config: Any) -> str | None:
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (no dict)
-                    if name.endswith(_EMBEDDINGS):
+                    if f".{name}".endswith(_EMBEDDINGS):
                         return _fingerprint(config, tensors.get_slice(name))
         except SafetensorError:
             return None
     return None
 
 
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "embeddings.weight")
+_EMBEDDINGS = tuple(f".{name}.weight" for name in ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"))
+"""Endings of names; the dots exclude embeddings of positions or patches."""
 
 
 def _fingerprint(config: Any, weight: Any) -> str:

@@ -32,7 +32,8 @@ _TILE = TILE
 _PAIR = 2 * TILE
 _INTEGER = 32767
 _LARGEST = 2**31 * (1 - 2**-12)
-"""Bound on sums of products: rounding one side to integers adds at most half the largest level in each of 256 terms."""
+"""Bound on sums of products: rounding one side to integers adds at most half the largest level, which is below 2,048 in
+units of ``1 / GRAIN``, in each of up to 512 terms."""
 _WITHIN = np.array([_LARGEST / GRAIN / float(levels(bits)[-1]) if bits in BITS else 0 for bits in range(9)], np.float32)
 """By bits: largest product of two bounds at which an int32 sum of products cannot overflow. For scores, the bounds are
 the square root of a segment's width and the query's norm in the segment; for values, the sum of a piece's weights, as
