@@ -10,8 +10,9 @@ from torch import Tensor
 
 from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts
 from recalkv.codec.fit import build_codec, check_bits
+from recalkv.codec.layer import LayerCodec
 from recalkv.codec.moments import take_moments
-from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.codec.sidecar import Codec
 from recalkv.runtime.models import use_codec
 from tests import tiny
 

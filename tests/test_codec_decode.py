@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from recalkv.codec.layer import Code, LayerCodec
 from recalkv.codec.rope import Rotation, no_rotation
-from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.runtime import cache as cache_module
 from recalkv.runtime import decode, row_attention
 from recalkv.runtime.cache import CodecLayer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.runtime import paged, prefill, reference, row_attention
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
 from recalkv.runtime.reference import coded_attention_torch

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import local_torch_dtype
 
+from recalkv.codec.layer import Code, LayerCodec
 from recalkv.codec.rope import Rotation
-from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.errors import ParameterError
 from recalkv.runtime import cuda
 from recalkv.runtime.prefill import merge

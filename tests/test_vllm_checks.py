@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers.modeling_utils import local_torch_dtype
 
 from recalkv.codec.context import checkpoint_fingerprint, model_fingerprint
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import TESTED, check
 from recalkv.vllm.shards import shard

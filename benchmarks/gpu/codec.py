@@ -19,9 +19,9 @@ from benchmarks.gpu.kernels import copies_of, dense_ways, fastest, fits, repeats
 from benchmarks.gpu.runner import Emit, Setting, Step
 from benchmarks.gpu.shapes import sizes_of
 from recalkv.cache.argument import given_cache
+from recalkv.codec.layer import Code, LayerCodec
 from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
-from recalkv.codec.sidecar import Code, LayerCodec
 from recalkv.evaluation.timing import time_calls
 from recalkv.model.support import AttentionGeometry
 from recalkv.runtime.reference import coded_attention_torch

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from recalkv.cache.rotation import random_rotation
 from recalkv.codec.budget import MOST_BITS
+from recalkv.codec.layer import Code, LayerCodec
 from recalkv.codec.moments import SINKS, LayerMoments, heads_per_code
-from recalkv.codec.sidecar import Code, Codec, LayerCodec
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.method.basis import natural_basis, shared_scales
 from recalkv.method.bits import allocate_bits, energy_left

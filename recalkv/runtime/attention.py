@@ -12,7 +12,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from recalkv.cache.residual_window import SLACK
 from recalkv.codec.attention import check_supported, dense_attention
-from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.codec.layer import LayerCodec
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer

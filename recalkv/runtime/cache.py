@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from recalkv.cache.residual_window import SLACK
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.errors import ParameterError, UnsupportedModelError
 from recalkv.runtime.cpu import layer_loops
 from recalkv.runtime.cpu.records import StepCache

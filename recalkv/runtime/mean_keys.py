@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from recalkv.codec.layer import LayerCodec
 from recalkv.codec.rope import Rotation
-from recalkv.codec.sidecar import LayerCodec
 
 _tables: dict[tuple[bytes, torch.device], tuple[Tensor, Tensor]] = {}
 

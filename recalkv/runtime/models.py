@@ -21,8 +21,9 @@ from transformers.cache_utils import (
 
 from recalkv.cache.argument import CACHE, NAMES, given_cache
 from recalkv.codec.context import check_rope, model_fingerprint
+from recalkv.codec.layer import LayerCodec
 from recalkv.codec.probe import attention_names, restore_attention, set_attention, watching
-from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, ParameterError, ReCalKVError, UnsupportedModelError
 from recalkv.runtime.attention import GIVEN, NAME
 from recalkv.runtime.cache import CodecLayer

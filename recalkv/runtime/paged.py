@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.runtime import prefill
 from recalkv.runtime.cpu import decoding_loops, layer_loops
 from recalkv.runtime.cpu.records import StepCache

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recalkv.codec.layer import LayerCodec
 from recalkv.codec.rope import Rotation
-from recalkv.codec.sidecar import LayerCodec
 from recalkv.errors import ParameterError
 from recalkv.runtime.prefill import merge, softmax
 from recalkv.trellis.rows import TILE, Segment, number_table, unpack

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, coded_attention_torch
 
 

@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from recalkv.codec.context import check_rope, checkpoint_fingerprint
-from recalkv.codec.sidecar import Codec, LayerCodec
+from recalkv.codec.layer import LayerCodec
+from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, ParameterError
 from recalkv.vllm.checks import BACKEND, check
 from recalkv.vllm.shards import shard

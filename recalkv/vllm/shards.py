@@ -1,6 +1,6 @@
 """Tensor parallelism: each process holds its KV heads as whole groups of heads that share a code."""
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.errors import ParameterError
 
 

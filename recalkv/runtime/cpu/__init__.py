@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.trellis.cpu import compiled, serves
 
 

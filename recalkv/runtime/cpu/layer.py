@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recalkv.codec.sidecar import LayerCodec
+from recalkv.codec.layer import LayerCodec
 from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, STEP, StepCache, partial_size, query_size, thread_size
 from recalkv.trellis.cpu import compiled
 from recalkv.trellis.cpu.codes import partner
