@@ -252,10 +252,10 @@ def test_rows_recorded_before_the_window_are_freed(kept: int) -> None:
     cache = codec_cache(model)
     cache.activate_past_recording()
     in_chunks(model, ids, [237 + kept], cache)
-    assert all(layer.keys.shape[1] * TILE >= 237 for layer in cache.layers)
+    assert all(layer.rows.shape[1] * TILE >= 237 for layer in cache.layers)
     cache.crop(-kept)
     window = 16 + SLACK + 2 * TILE
-    assert all(layer.keys.shape[1] * TILE <= window for layer in cache.layers)
+    assert all(layer.rows.shape[1] * TILE <= window for layer in cache.layers)
     found, _ = in_chunks(model, ids, [238, 239, 240], cache)
     assert_agree(found, one_pass(model, ids)[:, 237:])
     cache.crop(-2)
@@ -268,9 +268,9 @@ def test_sliding_layers_of_a_static_cache_stay_where_they_are(family: str) -> No
     model, ids = coded_model(family), torch.cat([token_ids(), token_ids(seed=8)], 1)
     cache = StaticCache(config=model.config, max_cache_len=128)
     in_chunks(model, ids, [10], cache)
-    places = [layer.keys.data_ptr() for layer in cache.layers]
+    places = [layer.rows.data_ptr() for layer in cache.layers]
     found, _ = in_chunks(model, ids, range(11, 121), cache)
-    assert places == [layer.keys.data_ptr() for layer in cache.layers]
+    assert places == [layer.rows.data_ptr() for layer in cache.layers]
     assert_agree(found, in_chunks(model, ids, [10, *range(11, 121)])[0][:, 10:])
 
 

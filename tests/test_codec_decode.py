@@ -17,6 +17,7 @@ from recalkv.runtime import decode, row_attention
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.mask_cache import of_mask
 from recalkv.runtime.models import use_codec
+from recalkv.runtime.partial import Scoring
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import Segment
 from tests import tiny
@@ -67,7 +68,7 @@ def test_kernels_agree_with_torch(
 
     def step(own: CodecLayer) -> torch.Tensor:
         own.update(new, new)
-        return decode.decode_step(own, query, new, new, None, None, mask, 0.2, softcap, sinks)
+        return decode.decode_step(own, query, new, new, None, None, mask, Scoring(0.2, softcap, sinks))
 
     results: dict[str, Any] = {"loops": step(copy.deepcopy(layer))}
     monkeypatch.setattr(decode, "decoding_loops", lambda *_: None)
@@ -88,7 +89,7 @@ def test_copies_of_a_cache_outlive_the_codec_that_they_were_made_with() -> None:
 
     def step(own: CodecLayer) -> torch.Tensor:
         own.update(new, new)
-        return decode.decode_step(own, query, new, new, None, None, None, 0.2, None, None)
+        return decode.decode_step(own, query, new, new, None, None, None, Scoring(0.2))
 
     wanted = step(copy.deepcopy(layer))
     assert copy.deepcopy(layer).codec is codec
@@ -177,6 +178,6 @@ def test_values_of_a_repeated_token_do_not_overflow(bits: int) -> None:
     coded_value = layer.rounded(300, 301)[1][0, 0, 0]
     new, zero = value.view(1, 1, 1, 64), torch.zeros(1, 1, 1, 64)
     layer.update(zero, new)
-    output = decode.decode_step(layer, zero, zero, new, None, None, None, 1.0, None, None)
+    output = decode.decode_step(layer, zero, zero, new, None, None, None, Scoring(1.0))
     # 36 of the 601 equally weighted tokens are exact.
     torch.testing.assert_close(output.flatten(), coded_value + (value - coded_value) * 36 / 601, atol=0.01, rtol=0.002)

@@ -9,6 +9,7 @@ from torch import Tensor
 from recalkv.codec.layer import LayerCodec
 from recalkv.runtime import paged, prefill, reference, row_attention
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
+from recalkv.runtime.partial import Scoring
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.trellis.rows import TILE
 from tests.coded import packed, unpacked
@@ -36,7 +37,7 @@ class _Sequences:
         self.aux = torch.randn(heads, generator=random) if kinds.get("aux") else None
         self.softcap = kinds.get("softcap")
         aux = None if self.aux is None else self.aux.to(device)
-        self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, self.scale, self.softcap, aux, device=device)
+        self.layer = PagedLayer(codec, _WINDOW, _SINKS, sliding, Scoring(self.scale, self.softcap, aux), device=device)
         blocks, size = sum(-(-each // _BLOCK) for each in lengths), codec.row_bytes * _BLOCK
         memory = torch.randint(0, 256, (blocks + 1, size + 48), dtype=torch.uint8, generator=random).to(device)
         rows = memory[:, 16 : 16 + size].unflatten(1, (_BLOCK // TILE, codec.row_bytes, TILE))

@@ -18,7 +18,7 @@ from recalkv.cache.products import products
 from recalkv.codec.context import rope_facts
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import CheckpointError, ParameterError, UnsupportedModelError
-from recalkv.runtime import prefill
+from recalkv.runtime import partial
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.models import codec_cache, stop_codec, use_codec
 from recalkv.runtime.models import codec_of as used_codec
@@ -167,7 +167,7 @@ def test_models_of_other_types(family: str, dtype: torch.dtype, tolerance: float
     assert single.dtype == dtype
     assert_agree(single.float(), wanted, tolerance, 0.1)
     stepped, cache = in_chunks(model, ids, WAYS["prompt and tokens"])
-    assert stepped.dtype == dtype and cache.layers[0].values.dtype == dtype
+    assert stepped.dtype == dtype and cache.layers[0].exact.dtype == dtype
     assert_agree(stepped.float(), wanted, tolerance, 0.1)
 
 
@@ -187,7 +187,7 @@ def test_torch_and_the_loops_agree(family: str, bits: float, monkeypatch: pytest
     assert_agree(looped[1:], plain[1:], 1e-4)
     assert_agree(looped[:1, 11:], plain[:1, 11:], 0.01)
     # The first layer's inputs are equal, but rounding may now and then change a scale or a code.
-    first, second = (each.layers[0].keys[:, :3] for each in (cache, other))
+    first, second = (each.layers[0].rows[:, :3] for each in (cache, other))
     assert float((first != second).float().mean()) < 2e-3
 
 
@@ -506,13 +506,13 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
     dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs are right for keys with a common bias; 16-bit scores would round their differences off or overflow."""
-    monkeypatch.setattr(prefill, "_SLOTS", 7)
+    monkeypatch.setattr(partial, "_SLOTS", 7)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 20, 16, generator=generator) for heads in (6, 3, 3))
     query, key = (states + 300 * torch.eye(16)[3] for states in (query, key))
     query, key, value = (states.to(dtype) for states in (query, key, value))
     # A soft cap that changes nothing rules out PyTorch's fused attention.
-    found, lse = prefill.partial_attention(query, key, value, 0.25, causal=causal, softcap=1e9)
+    found, lse = partial.partial_attention(query, key, value, partial.Scoring(0.25, 1e9), causal=causal)
     q, k, v = query.double(), *(each.double().repeat_interleave(2, 1) for each in (key, value))
     scores = q @ k.mT / 4
     if causal:
@@ -523,19 +523,20 @@ def test_scores_keep_their_differences_where_keys_have_much_in_common(
 
 
 def test_scores_of_a_batch_take_no_more_memory_than_those_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_QUERIES", 8)
-    monkeypatch.setattr(prefill, "_SLOTS", 16)
+    monkeypatch.setattr(partial, "_QUERIES", 8)
+    monkeypatch.setattr(partial, "_SLOTS", 16)
     sizes: list[int] = []
 
     def counted(queries: Tensor, keys: Tensor) -> Tensor:
         sizes.append(queries.shape[:3].numel() * keys.shape[2])
         return products(queries, keys)
 
-    monkeypatch.setattr(prefill, "products", counted)
+    monkeypatch.setattr(partial, "products", counted)
+    scoring = partial.Scoring(0.25, 9.0)
     states = [torch.randn(5, heads, 20, 16, generator=torch.Generator().manual_seed(0)) for heads in (6, 3, 3)]
-    found, _ = prefill.partial_attention(*states, 0.25, causal=True, softcap=9.0)
+    found, _ = partial.partial_attention(*states, scoring, causal=True)
     assert max(sizes) <= 6 * 8 * 16
-    alone = prefill.partial_attention(*(each[4:] for each in states), 0.25, causal=True, softcap=9.0)[0]
+    alone = partial.partial_attention(*(each[4:] for each in states), scoring, causal=True)[0]
     torch.testing.assert_close(found[4:], alone)
 
 

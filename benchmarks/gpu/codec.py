@@ -24,6 +24,7 @@ from recalkv.codec.moments import heads_per_code
 from recalkv.codec.rope import Rotation
 from recalkv.evaluation.timing import time_calls
 from recalkv.model.support import AttentionGeometry
+from recalkv.runtime.partial import Scoring
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.runtime.row_attention import attend_rows
 from recalkv.trellis.rows import TILE, Segment, pack, tiled
@@ -55,7 +56,7 @@ class CodecStep:
 
     def __init__(self, shape: AttentionGeometry, setting: Setting) -> None:
         self.layer, device = random_layer(shape), setting.device
-        self.scale, self.row_bytes = shape.head_dim**-0.5, self.layer.row_bytes
+        self.scoring, self.row_bytes = Scoring(shape.head_dim**-0.5), self.layer.row_bytes
         codes = (code for pair in zip(self.layer.keys, self.layer.values, strict=True) for code in pair)
         rows = torch.cat([pack(torch.randn(_PIECE, code.width), code.segments) for code in codes], -1)
         self.tiles = tiled(rows).to(device)
@@ -73,7 +74,7 @@ class CodecStep:
         """Return the outputs (batch, heads, d) of queries."""
         first, length = self.first[: len(query)], self.lengths[rows.shape[1]][: len(query)]
         places = first, length, first
-        output, _ = attend_rows(self.layer, rows, query[:, :, None], *places, self.scale, None, attend)
+        output, _ = attend_rows(self.layer, rows, query[:, :, None], *places, self.scoring, attend)
         return output[:, :, 0].to(query.dtype)
 
 

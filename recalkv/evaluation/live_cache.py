@@ -85,7 +85,7 @@ def cache_bytes_per_token(cache: Any) -> float:
     """Return the bytes per sequence and cached token in the tensors of a live cache, over all layers."""
     layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     # Rows of a codec are stored in tiles, (batch, tiles, row bytes, tokens per tile).
-    tiles = [layer.keys for layer in layers if _is_coded(layer)]
+    tiles = [layer.rows for layer in layers if _is_coded(layer)]
     tensors = [tensor for layer in layers if not _is_coded(layer) for tensor in (layer.keys, layer.values)]
     coded = sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[1] * tensor.shape[3]) for tensor in tiles)
     return float(coded + sum(tensor.nbytes / (tensor.shape[0] * tensor.shape[2]) for tensor in tensors))
@@ -105,7 +105,7 @@ def held_bytes(cache: Any) -> float:
 
 def window_bytes(cache: Any) -> float:
     """Return the bytes per sequence of exact latents or tokens beside the rows of a live cache, over all layers."""
-    tensors = [layer.values if _is_coded(layer) else getattr(layer, "recent", None) for layer in cache.layers]
+    tensors = [layer.exact if _is_coded(layer) else getattr(layer, "recent", None) for layer in cache.layers]
     return float(sum(tensor.nbytes / len(tensor) for tensor in tensors if tensor is not None))
 
 

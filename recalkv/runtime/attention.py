@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from recalkv.cache.residual_window import SLACK
 from recalkv.codec.attention import check_supported, dense_attention
 from recalkv.codec.layer import LayerCodec
 from recalkv.codec.sidecar import Codec
 from recalkv.errors import ParameterError, ReCalKVError, UnsupportedModelError
-from recalkv.runtime import prefill
 from recalkv.runtime.cache import CodecLayer
+from recalkv.runtime.chunk import attend_chunk
 from recalkv.runtime.decode import decode_step
 from recalkv.runtime.mask_cache import of_mask
+from recalkv.runtime.partial import Scoring
 from recalkv.runtime.positions import check_axes
 
 NAME = "recalkv_codec"
@@ -71,7 +71,7 @@ def _attend(
         )
     check_supported(module, further)
     states = (query, key, value) if torch.is_grad_enabled() else ()
-    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    scoring = Scoring(1 / math.sqrt(query.shape[-1]) if scaling is None else scaling, softcap, s_aux)
     mask = attention_mask if attention_mask is None else _slots_seen(module, attention_mask)
     layer: CodecLayer | None = getattr(key, "codec_layer", None)
     if layer is not None and layer.pending is None:
@@ -88,11 +88,10 @@ def _attend(
     with torch.no_grad(), mixed:
         given = position_ids if position_ids is not None else _given(query) if layer is None else layer.given
         positions = _positions(module, given, query.shape[2])
-        arguments = (mask, scale, softcap, s_aux)
+        query, key, value = (each.detach() for each in (query, key, value))
         if layer is None:
-            output = _uncached(own, codec, query.detach(), key.detach(), value.detach(), positions, *arguments)
-        else:
-            output = _cached(layer, query.detach(), key.detach(), value.detach(), positions, *arguments)
+            layer = _one_pass(own, codec, query, key, value)
+        output = _cached(layer, query, key, value, positions, mask, scoring)
     if any(each.requires_grad for each in states):
         output = _NoGradient.apply(output, *states)
     return output, None
@@ -179,9 +178,7 @@ def _cached(
     value: Tensor,
     positions: Tensor | None,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attend over a cache of rows, including the new tokens: (batch, queries, heads, d_v)."""
     count = query.shape[2]
@@ -207,22 +204,8 @@ def _cached(
         own, batch = mask[..., visible - count :], query.shape[0]
         seen = of_mask(own, ("seen", batch), lambda: own.any(1).any(1).expand(batch, -1))
     if count == 1 and (mask is None or mask.shape[1] == 1):
-        return decode_step(layer, query, key, value, positions, seen, mask, scale, softcap, s_aux)
-    before = layer.exact_slots() if layer.length else None
-    earlier, start = _earlier(layer, before, key, value), layer.length
-    # Slots that a sliding layer drops for a long chunk although the chunk's first queries attend to them.
-    leaving = layer.rounded(skipped, start) if skipped < start < end - SLACK and layer.is_sliding else None
-    layer.append(key, value, seen, positions)
-    # First slot with a row that can be attended to; a sliding layer may hold older rows.
-    low = max(layer.base, skipped)
-    keys, values = _with_sinks(layer.rounded(low, end), layer, low, end)
-    pair = keys.to(query.dtype), values.to(query.dtype)
-    exact = (torch.cat([earlier[0], key], 2), torch.cat([earlier[1], value], 2))
-    if low > skipped:
-        pair = _whole_chunk(layer, pair, leaving, key, value, start, skipped, low)
-        low = skipped
-    output = prefill.attend(query, pair, exact, layer.window, start - low, mask, scale, softcap, s_aux)
-    return output.transpose(1, 2).contiguous()
+        return decode_step(layer, query, key, value, positions, seen, mask, scoring)
+    return attend_chunk(layer, query, key, value, positions, seen, mask, scoring)
 
 
 def _is_empty(part: Tensor) -> bool:
@@ -230,72 +213,8 @@ def _is_empty(part: Tensor) -> bool:
     return torch.compiler.is_compiling() or of_mask(part, "empty", lambda: not bool(part.any()))
 
 
-def _whole_chunk(
-    layer: CodecLayer,
-    pair: tuple[Tensor, Tensor],
-    leaving: tuple[Tensor, Tensor] | None,
-    key: Tensor,
-    value: Tensor,
-    start: int,
-    skipped: int,
-    low: int,
-) -> tuple[Tensor, Tensor]:
-    """Prepend the rounded states of slots that a chunk longer than the layer's window pushed out of it."""
-    parts = [] if leaving is None else [tuple(states[:, :, : low - skipped] for states in leaving)]
-    if low > start:
-        first = max(skipped, start)
-        part = slice(first - start, low - start)
-        parts.append(layer.rounded_new(key[:, :, part], value[:, :, part], first))
-    keys, values = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
-    keys, values = _with_sinks((keys, values), layer, skipped, low)
-    return torch.cat([keys.to(pair[0]), pair[0]], 2), torch.cat([values.to(pair[1]), pair[1]], 2)
-
-
-def _earlier(layer: CodecLayer, slots: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exact states of the ``window - 1`` slots before a chunk: zero before slot 0, rounded if not kept."""
-    count, dims = layer.window - 1, (key.shape[-1], value.shape[-1])
-    wanted = torch.arange(layer.length - count, layer.length, device=key.device)
-    if slots is None:
-        shape = (*key.shape[:2], count)
-        return key.new_zeros((*shape, dims[0])), value.new_zeros((*shape, dims[1]))
-    kept = layer.values[:, :, layer.sinks + wanted % layer.ring].to(key.dtype)
-    if max(0, layer.length - count) < layer.written - layer.ring:
-        # After a deep crop, some slots are available only as rows.
-        there = (slots[wanted % layer.ring] == wanted) & (wanted >= 0)
-        low = max(layer.base, layer.length - count)
-        known = torch.cat(_with_sinks(layer.rounded(low, layer.length), layer, low, layer.length), -1)
-        known = torch.nn.functional.pad(known, (0, 0, count - known.shape[2], 0))
-        kept = torch.where(there[:, None], kept, known.to(kept))
-    kept = torch.where((wanted >= 0)[:, None], kept, 0)
-    return kept[..., : dims[0]], kept[..., dims[0] :]
-
-
-def _with_sinks(states: tuple[Tensor, Tensor], layer: CodecLayer, low: int, end: int) -> tuple[Tensor, Tensor]:
-    """Replace the sinks among states of consecutive slots by their exact states."""
-    assert layer.first is not None
-    if not layer.sinks:
-        return states
-    if not layer.ragged:
-        last = min(layer.sinks, end)
-        if low >= layer.sinks:
-            return states
-        dims = states[0].shape[-1]
-        states[0][:, :, : last - low] = layer.values[:, :, low:last, :dims].to(states[0])
-        states[1][:, :, : last - low] = layer.values[:, :, low:last, dims:].to(states[1])
-        return states
-    own = torch.arange(low, end, device=layer.first.device) - layer.first[:, None]
-    here = ((own >= 0) & (own < layer.sinks))[:, None, :, None]
-    index = own.clamp(0, layer.sinks - 1)[:, None, :, None].expand(-1, states[0].shape[1], -1, layer.values.shape[-1])
-    sinks = layer.values[:, :, : layer.sinks].gather(2, index)
-    dims = states[0].shape[-1]
-    return (
-        torch.where(here, sinks[..., :dims].to(states[0]), states[0]),
-        torch.where(here, sinks[..., dims:].to(states[1]), states[1]),
-    )
-
-
-def _uncached(own: LayerCodec, codec: Codec, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
-    """Attend without a cache, as if all tokens had been cached as rows; ``arguments`` are those of :func:`_cached`."""
+def _one_pass(own: LayerCodec, codec: Codec, query: Tensor, key: Tensor, value: Tensor) -> CodecLayer:
+    """Return an empty layer for a pass without a cache, whose tokens attend as if they were cached."""
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError(
             f"codec: {query.shape[2]} queries attend to {key.shape[2]} keys, and no cache of rows holds the earlier "
@@ -303,7 +222,7 @@ def _uncached(own: LayerCodec, codec: Codec, query: Tensor, key: Tensor, value: 
         )
     layer = CodecLayer(own, codec.window, codec.sinks)
     layer.lazy_initialization(key, value)
-    return _cached(layer, query, key, value, *arguments)
+    return layer
 
 
 class _NoGradient(torch.autograd.Function):

@@ -58,9 +58,9 @@ class CodecLayer(CacheLayerMixin):
 
     Attributes
     ----------
-    keys : (batch, tiles, row bytes, TILE) uint8
+    rows : (batch, tiles, row bytes, TILE) uint8
         Rows of the slots from ``base`` on (:func:`recalkv.trellis.rows.tiled`).
-    values : (batch, kv heads, sinks + window + SLACK, d_k + d_v)
+    exact : (batch, kv heads, sinks + window + SLACK, d_k + d_v)
         Exact states: the first tokens, then a ring of the newest, slot n at ``n % (window + SLACK)``.
     first, offset : (batch,) int64
         Slot of each sequence's first token, and the offset added to slots to get positions.
@@ -70,6 +70,11 @@ class CodecLayer(CacheLayerMixin):
 
     is_croppable = True
     record_past = False
+    # The names under which transformers reads and assigns a layer's tensors.
+    keys = property(lambda self: self.rows, lambda self, tensor: setattr(self, "rows", tensor))  # type: ignore[assignment]
+    values = property(lambda self: self.exact, lambda self, tensor: setattr(self, "exact", tensor))  # type: ignore[assignment]
+    rows: Tensor
+    exact: Tensor
 
     def __init__(
         self, codec: LayerCodec, window: int, sinks: int, sliding_window: int | None = None, capacity: int | None = None
@@ -119,8 +124,8 @@ class CodecLayer(CacheLayerMixin):
         tiles = 0 if self.capacity is None else -(-self._room(self.capacity) // TILE)
         shape = (batch, tiles, self.codec.row_bytes, TILE)
         with _written_later():
-            self.keys = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-            self.values = torch.zeros(
+            self.rows = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            self.exact = torch.zeros(
                 (batch, heads, self.sinks + self.ring, sum(dims)), dtype=self.dtype, device=self.device
             )
         self.first = torch.full((batch,), _UNSET, dtype=torch.int64, device=self.device)
@@ -139,9 +144,9 @@ class CodecLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.keys.shape[0]:
+        if key_states.shape[0] != self.rows.shape[0]:
             raise ParameterError(
-                f"codec: the cache holds {self.keys.shape[0]} sequences but got {key_states.shape[0]}; use one "
+                f"codec: the cache holds {self.rows.shape[0]} sequences but got {key_states.shape[0]}; use one "
                 f"cache per batch."
             )
         # New views, on which a reference to this layer travels through the model's code.
@@ -171,7 +176,7 @@ class CodecLayer(CacheLayerMixin):
         """Prepare for ``count`` new tokens: set first slots and position offsets, and make room."""
         self.pending = self.given = None
         self.awaited = None if self.awaited is None else False
-        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and self.values.is_inference():
+        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and self.exact.is_inference():
             self._change(Tensor.clone)  # copied or loaded in inference mode, but written to outside of it
         start = self.length
         if self.capacity is not None and start + count > self.capacity and self.sliding_window is None:
@@ -221,17 +226,17 @@ class CodecLayer(CacheLayerMixin):
             start = self.base
         count, place = keys.shape[2], start - self.base
         keys, values = self.centered(keys, values, start)
-        loops = layer_loops(self.codec, self.keys)
+        loops = layer_loops(self.codec, self.rows)
         if loops is not None:
-            _pack(loops, keys, values, self.keys, place)
+            _pack(loops, keys, values, self.rows, place)
             return
         rows, end = self.codec.pack_centered(keys, values), place + count
         low, high = place // TILE, -(-end // TILE)
         if torch.compiler.is_compiling() or place % TILE or end % TILE:
-            part = untiled(self.keys[:, low:high], (high - low) * TILE).clone()
+            part = untiled(self.rows[:, low:high], (high - low) * TILE).clone()
             part[:, place - low * TILE : end - low * TILE] = rows
             rows = part
-        self.keys[:, low:high] = tiled(rows)
+        self.rows[:, low:high] = tiled(rows)
 
     def centered(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the states of slots from ``start`` on in float32, with means subtracted."""
@@ -241,22 +246,22 @@ class CodecLayer(CacheLayerMixin):
     def rounded_new(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return float32 keys and values of new tokens as their rows would give them, without storing the rows."""
         count, centered = keys.shape[2], self.centered(keys, values, start)
-        loops = layer_loops(self.codec, self.keys)
+        loops = layer_loops(self.codec, self.rows)
         if loops is None:
             keys, values = self.codec.unpack_centered(self.codec.pack_centered(*centered))
             return self._with_means(keys, values, start)
-        rows = self.keys.new_zeros(len(keys), -(-count // TILE), self.codec.row_bytes, TILE)
+        rows = self.rows.new_zeros(len(keys), -(-count // TILE), self.codec.row_bytes, TILE)
         _pack(loops, *centered, rows, 0)
         keys, values = loops.unpack(rows, self._blocks(), 0, count)
         return self._with_means(keys, values, start)
 
     def rounded(self, low: int, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of slots as unpacked from their rows: (batch, kv heads, slots, d) float32."""
-        loops = layer_loops(self.codec, self.keys)
+        loops = layer_loops(self.codec, self.rows)
         if loops is not None:
-            keys, values = loops.unpack(self.keys, self._blocks(), low - self.base, end - low)
+            keys, values = loops.unpack(self.rows, self._blocks(), low - self.base, end - low)
         else:
-            rows = untiled(self.keys, end - self.base)[:, low - self.base :]
+            rows = untiled(self.rows, end - self.base)[:, low - self.base :]
             keys, values = self.codec.unpack_centered(rows)
         return self._with_means(keys, values, low)
 
@@ -273,45 +278,45 @@ class CodecLayer(CacheLayerMixin):
 
     def _blocks(self) -> Tensor:
         """Return a block table with one block of rows per sequence."""
-        return torch.arange(len(self.keys), device="cpu")[:, None]
+        return torch.arange(len(self.rows), device="cpu")[:, None]
 
     def step_cache(self, low: int) -> StepCache:
         """Return the cache for compiled loops of a step whose token is counted and attends to slots from ``low`` on."""
         assert self.first is not None and self.offset is not None
-        bounds = torch.tensor([[self.length, low, self.edge]], device="cpu").repeat(len(self.keys), 1)
+        bounds = torch.tensor([[self.length, low, self.edge]], device="cpu").repeat(len(self.rows), 1)
         return StepCache(
-            self.keys, self._blocks(), bounds, self.length, self.values, None, self.first, self.offset, self.sinks,
+            self.rows, self._blocks(), bounds, self.length, self.exact, None, self.first, self.offset, self.sinks,
             self.ring, self.base,
         )  # fmt: skip
 
     def _make_room(self, end: int) -> None:
         """Make room for rows up to slot ``end``: drop rows that slid out of the window, and grow."""
-        window, held = self.sliding_window, self.keys.shape[1] * TILE
+        window, held = self.sliding_window, self.rows.shape[1] * TILE
         if end - self.base <= held:
             return
         if window is not None:
             keep = (self.recorded if self.record_past else end) - window - SLACK
             base = max(self.base, keep // TILE * TILE)
             if base > self.base:
-                left = self.keys[:, (base - self.base) // TILE :].clone()
-                self.keys[:, : left.shape[1]] = left
+                left = self.rows[:, (base - self.base) // TILE :].clone()
+                self.rows[:, : left.shape[1]] = left
                 self.base = base
             if end - self.base <= held:
                 return
         tiles = -(-(end - self.base + (end - self.base) // _GROWTH) // TILE)
         with _written_later():
-            grown = self.keys.new_zeros((self.keys.shape[0], tiles, *self.keys.shape[2:]))
-        grown[:, : self.keys.shape[1]] = self.keys
-        self.keys = grown
+            grown = self.rows.new_zeros((self.rows.shape[0], tiles, *self.rows.shape[2:]))
+        grown[:, : self.rows.shape[1]] = self.rows
+        self.rows = grown
 
     def _keep_exact(self, states: Tensor, start: int) -> None:
         """Keep exact states of the first and the newest of (batch, kv heads, tokens, d_k + d_v)."""
         assert self.first is not None
         count, ring = states.shape[2], self.ring
-        states = states.to(self.values.dtype)  # may differ under autocast
+        states = states.to(self.exact.dtype)  # may differ under autocast
         newest = states[:, :, -ring:]
         slots = torch.arange(start + count - newest.shape[2], start + count, device=states.device)
-        self.values[:, :, self.sinks + slots % ring] = newest
+        self.exact[:, :, self.sinks + slots % ring] = newest
         if start and not self.ragged and start >= self.sinks:
             return
         for number in range(self.sinks):
@@ -319,7 +324,12 @@ class CodecLayer(CacheLayerMixin):
             here = (place >= 0) & (place < count)
             index = place.clamp(0, count - 1)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])
             own = states.gather(2, index)[:, :, 0]
-            self.values[:, :, number] = torch.where(here[:, None, None], own, self.values[:, :, number])
+            self.exact[:, :, number] = torch.where(here[:, None, None], own, self.exact[:, :, number])
+
+    def exact_states(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all exact places, each (batch, kv heads, sinks + window + SLACK, d)."""
+        keys, values = self.exact.to(dtype).split(list(self.codec.head_dims), -1)
+        return keys, values
 
     def exact_slots(self) -> Tensor:
         """Return the slot at each place of the ring of exact tokens, (window + SLACK,) int64; negative for none."""
@@ -392,9 +402,9 @@ class CodecLayer(CacheLayerMixin):
             return
         base = max(self.base, (self.length - self.sliding_window - SLACK) // TILE * TILE)
         tiles = (base - self.base) // TILE
-        if tiles * _GROWTH > self.keys.shape[1]:
+        if tiles * _GROWTH > self.rows.shape[1]:
             with _written_later():
-                self.keys = self.keys[:, tiles : -(-(self.length - self.base) // TILE)].clone()
+                self.rows = self.rows[:, tiles : -(-(self.length - self.base) // TILE)].clone()
             self.base = base
 
     def reset(self) -> None:
@@ -402,7 +412,7 @@ class CodecLayer(CacheLayerMixin):
         self.length = self.base = self.written = self.recorded = 0
         self.pending, self.given, self.ragged, self.unsettled = None, None, False, True
         if self.capacity is None:
-            self.keys = self.values = None  # type: ignore[assignment]
+            self.rows = self.exact = None  # type: ignore[assignment]
             self.first = self.offset = None
             self.is_initialized = False
         elif self.is_initialized:
@@ -414,7 +424,7 @@ class CodecLayer(CacheLayerMixin):
     def _change(self, sequences: Callable[[Tensor], Tensor]) -> None:
         """Replace all state tensors by a function's results, which may select other sequences."""
         with _written_later():
-            for name in ("keys", "values", "first", "offset") if self.is_initialized else ():
+            for name in ("rows", "exact", "first", "offset") if self.is_initialized else ():
                 setattr(self, name, sequences(getattr(self, name)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from recalkv.runtime.cache import CodecLayer
 from recalkv.runtime.cpu import decoding_loops
 from recalkv.runtime.mask_cache import of_mask
-from recalkv.runtime.prefill import merge, partial_attention, with_aux
+from recalkv.runtime.partial import Scoring, exact_seen, merge, partial_attention, with_sink_logits
 from recalkv.runtime.row_attention import attend_rows, kernel_serves
 
 
@@ -18,9 +18,7 @@ def decode_step(
     positions: Tensor | None,
     seen: Tensor | None,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Store one token per sequence and attend from it.
 
@@ -45,43 +43,41 @@ def decode_step(
         seen_slots = None if mask is None else mask[:, 0, 0]
         # Cast to the cache's dtype, which may differ under autocast.
         states = (each.to(layer.dtype).contiguous() for each in (query, key, value))
-        output = loops.step(layer.step_cache(low), *states, seen_slots, scale, softcap, s_aux)
+        output = loops.step(layer.step_cache(low), *states, seen_slots, scoring)
         return output.to(query.dtype)[:, None]
     layer.append(key, value, seen, positions)
     assert layer.first is not None and layer.offset is not None
     slots = torch.arange(low, layer.length, device=query.device)
     allowed = slots >= layer.first[:, None] if mask is None else mask[:, 0, 0]
     allowed = allowed.expand(query.shape[0], -1)
-    output, lse = _attend_exact(layer, query, low, allowed, scale, softcap)
+    output, lse = _attend_exact(layer, query, low, allowed, scoring)
     # Not while tracing: checking that the mask hides only padding needs a device sync.
     served = not torch.compiler.is_compiling() and kernel_serves(layer.codec, query)
     if served and (mask is None or _hides_padding_alone(mask, allowed, low, slots, layer.first)):
         begin = (layer.first + layer.sinks).clamp_min(max(low, layer.base)) - layer.base
         end = torch.full_like(begin, layer.edge - layer.base)
-        coded = attend_rows(
-            layer.codec, layer.keys, query, begin.minimum(end), end, layer.offset + layer.base, scale, softcap
-        )
+        coded = attend_rows(layer.codec, layer.rows, query, begin.minimum(end), end, layer.offset + layer.base, scoring)
         output, lse = merge(output.float(), lse, *coded)
     else:
         behind = allowed & (slots < layer.edge) & (slots - layer.first[:, None] >= layer.sinks)
         keys, values = (each.to(query.dtype) for each in layer.rounded(low, layer.length))
-        coded = partial_attention(query, keys, values, scale, behind[:, None, None], softcap=softcap)
+        coded = partial_attention(query, keys, values, scoring, behind[:, None, None])
         output, lse = merge(output, lse, *coded)
-    return with_aux(output, lse, s_aux).to(query.dtype).transpose(1, 2).contiguous()
+    return with_sink_logits(output, lse, scoring).to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _attend_exact(
-    layer: CodecLayer, query: Tensor, low: int, allowed: Tensor, scale: float, softcap: float | None
+    layer: CodecLayer, query: Tensor, low: int, allowed: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attend to the sinks and the residual window, among the slots from ``low`` on that are ``allowed``."""
     assert layer.first is not None
-    sinks, newest = layer.first[:, None] + torch.arange(layer.sinks, device=query.device), layer.exact_slots()
-    seen = (sinks < layer.length) & (sinks >= low)
-    seen &= allowed.gather(1, (sinks - low).clamp(0, allowed.shape[1] - 1))
-    recent = allowed.gather(1, (newest - low).clamp_min(0).expand(len(query), -1))
-    recent &= (newest >= max(low, layer.length - layer.window)) & (newest - layer.first[:, None] >= layer.sinks)
-    keys, values = layer.values.to(query.dtype).split(list(layer.codec.head_dims), -1)
-    return partial_attention(query, keys, values, scale, torch.cat([seen, recent], 1)[:, None, None], softcap=softcap)
+    first = layer.first[:, None]
+    sinks, newest = first + torch.arange(layer.sinks, device=query.device), layer.exact_slots()
+    slots = torch.cat([sinks, newest.expand(len(sinks), -1)], 1)
+    seen = exact_seen(sinks, newest[None], first, low, layer.length, layer.window)
+    seen &= allowed.gather(1, (slots - low).clamp(0, allowed.shape[1] - 1))
+    keys, values = layer.exact_states(query.dtype)
+    return partial_attention(query, keys, values, scoring, seen[:, None, None])
 
 
 def _hides_padding_alone(mask: Tensor, allowed: Tensor, low: int, slots: Tensor, first: Tensor) -> bool:

@@ -17,7 +17,7 @@ from recalkv.runtime import prefill
 from recalkv.runtime.cpu import decoding_loops, layer_loops
 from recalkv.runtime.cpu.records import StepCache
 from recalkv.runtime.mean_keys import mean_keys_at, rope_tables
-from recalkv.runtime.prefill import merge, partial_attention, with_aux
+from recalkv.runtime.partial import Scoring, exact_seen, merge, partial_attention, with_sink_logits
 from recalkv.runtime.reference import coded_attention_torch
 from recalkv.runtime.row_attention import attend_rows, kernel_serves
 from recalkv.trellis.rows import TILE, untiled
@@ -82,8 +82,8 @@ class PagedLayer:
         Number of newest and of first tokens that are read exactly.
     sliding_window
         Number of tokens that are attended to; None for all.
-    scale, softcap, s_aux
-        Same as in :func:`recalkv.codec.attention.dense_attention`.
+    scoring
+        Scale, soft cap and sink logits of the layer's softmax.
     reach
         Maximum number of positions.
     device
@@ -96,9 +96,7 @@ class PagedLayer:
         window: int,
         sinks: int,
         sliding_window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
+        scoring: Scoring,
         reach: int = 1024,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -106,7 +104,7 @@ class PagedLayer:
         codec = codec.on(device)
         self._rope_tables = rope_tables(codec.rotation, reach, device)
         self.codec, self.window, self.sinks, self.sliding_window = codec, window, sinks, sliding_window
-        self.scale, self.softcap, self.s_aux = scale, softcap, s_aux
+        self.scoring = scoring
         self.release()
         codec.prepare()
 
@@ -183,23 +181,20 @@ class PagedLayer:
         first = torch.arange(self.sinks, device=device).expand(len(lengths), -1)
         newest = lengths[:, None] + torch.arange(-self.window, 0, device=device)
         slots = torch.cat([first, newest], 1)
-        allowed = (slots < lengths[:, None]) & (slots >= low[:, None])
-        allowed[:, self.sinks :] &= newest >= self.sinks
+        allowed = exact_seen(first, newest, 0, low[:, None], lengths[:, None], self.window)
         # Unwritten slots may hold NaN: point them at the token's own slot.
         slots = torch.where(allowed, slots, lengths[:, None] - 1)
         keys, values = self._exact_states(tokens.exact, slots, query.dtype)
-        output, lse = partial_attention(
-            query[:, :, None], keys, values, self.scale, allowed[:, None, None], softcap=self.softcap
-        )
+        output, lse = partial_attention(query[:, :, None], keys, values, self.scoring, allowed[:, None, None])
         begin, end = low.clamp_min(self.sinks), (lengths - self.window).clamp_min(0)
         reach = -(-tokens.longest // (TILE * self.rows.shape[1]))
         attention = None if kernel_serves(self.codec, query) else coded_attention_torch
         coded = attend_rows(
-            self.codec, self.rows, query[:, :, None], begin.minimum(end), end, torch.zeros_like(end), self.scale,
-            self.softcap, attention, tokens.rows[:, :reach],
+            self.codec, self.rows, query[:, :, None], begin.minimum(end), end, torch.zeros_like(end), self.scoring,
+            attention, tokens.rows[:, :reach],
         )  # fmt: skip
         output, lse = merge(output.float(), lse, *coded)
-        return with_aux(output, lse, self.s_aux)[:, :, 0].to(query.dtype)
+        return with_sink_logits(output, lse, self.scoring)[:, :, 0].to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk], output: Tensor) -> None:
         """Attend from chunks whose tokens are written: prompts of similar length in batches, others one by one.
@@ -254,7 +249,7 @@ class PagedLayer:
             self.window,
         )  # fmt: skip
         states = (each.to(self.exact.dtype).contiguous()[:, :, None] for each in (query, key, value))
-        output: Tensor = loops.step(cache, *states, None, self.scale, self.softcap, self.s_aux)
+        output: Tensor = loops.step(cache, *states, None, self.scoring)
         return output.to(query.dtype)
 
     def _lowest(self, lengths: Tensor) -> Tensor:
@@ -296,8 +291,7 @@ class PagedLayer:
             slots = torch.arange(low, start + count, device=key.device)
             mask = ((slots <= own) & (slots > own - self.sliding_window))[None, None]
         return prefill.attend(
-            query, (rounded[0], rounded[1]), (exact[0], exact[1]), self.window, start - low, mask, self.scale,
-            self.softcap, self.s_aux, before,
+            query, (rounded[0], rounded[1]), (exact[0], exact[1]), self.window, start - low, mask, self.scoring, before
         )  # fmt: skip
 
     def _older(self, query: Tensor, dtype: torch.dtype, chunk: Chunk, end: int) -> tuple[Tensor, Tensor] | None:
@@ -307,7 +301,7 @@ class PagedLayer:
             keys, values = (each[None].to(dtype) for each in self._rounded(chunk, low, low + _PIECE))
             if low < self.sinks:
                 self._put_sinks((keys, values), chunk, low, min(self.sinks, low + _PIECE))
-            output, lse = partial_attention(query, keys, values, self.scale, softcap=self.softcap)
+            output, lse = partial_attention(query, keys, values, self.scoring)
             result = (output.float(), lse) if result is None else merge(*result, output.float(), lse)
         return result
 

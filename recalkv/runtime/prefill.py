@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from recalkv.cache.products import products
+from recalkv.runtime.partial import Scoring, flash, flash_serves, merge, partial_attention, softmax, with_sink_logits
 
 _BAND = 32
 """Queries per block whose bands are attended to at once."""
-
-_QUERIES, _SLOTS = 512, 4096
-"""Queries and slots of one sequence whose scores are in memory at once where no fused kernel applies; fewer queries of
-each sequence of a batch."""
 
 
 def attend(
@@ -26,9 +23,7 @@ def attend(
     window: int,
     start: int,
     mask: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    scoring: Scoring,
     before: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from the queries of the last slots.
@@ -43,8 +38,6 @@ def attend(
         Exact keys and values of the slots from ``start - window + 1`` on; entries before slot 0 are not read.
     mask : (batch or 1, 1 or heads, queries, start + queries) bool, or None
         Slots that each query may see; None for all slots up to the query's.
-    softcap, s_aux
-        Same as in :func:`recalkv.codec.attention.dense_attention`.
     before
         Attention over slots before the first of ``rounded``, and its log-sum-exp; None if there are no such slots.
 
@@ -54,26 +47,26 @@ def attend(
     """
     count = query.shape[2]
     parts = [] if before is None else [before]
-    parts += [_band(query, *exact, window, start, mask, scale, softcap)]
+    parts += [_band(query, *exact, window, start, mask, scoring)]
     older = start + count - window
     if older > 0:
         keys, values = (states[:, :, :older] for states in rounded)
-        if mask is not None or softcap is not None:
+        if mask is not None or scoring.softcap is not None:
             reach = (
                 torch.arange(older, device=query.device)
                 <= (torch.arange(start - window, older, device=query.device)[:, None])
             )
             allowed = reach if mask is None else mask[..., :older] & reach
-            parts.append(partial_attention(query, keys, values, scale, allowed, softcap=softcap))
+            parts.append(partial_attention(query, keys, values, scoring, allowed))
         else:
             # Query i sees rounded slots up to start - window + i: a rectangle, and a triangle after it.
             edge = max(0, start - window + 1)
             if edge:
-                parts.append(partial_attention(query, keys[:, :, :edge], values[:, :, :edge], scale))
+                parts.append(partial_attention(query, keys[:, :, :edge], values[:, :, :edge], scoring))
             skipped = count - (older - edge)
             if skipped < count:
                 output, lse = partial_attention(
-                    query[:, :, skipped:], keys[:, :, edge:], values[:, :, edge:], scale, causal=True
+                    query[:, :, skipped:], keys[:, :, edge:], values[:, :, edge:], scoring, causal=True
                 )
                 if skipped:
                     output = torch.nn.functional.pad(output, (0, 0, skipped, 0))
@@ -82,129 +75,11 @@ def attend(
     output, lse = parts[0]
     for other in parts[1:]:
         output, lse = merge(output, lse, *other)
-    return with_aux(output, lse, s_aux).to(query.dtype)
-
-
-def with_aux(output: Tensor, lse: Tensor, s_aux: Tensor | None) -> Tensor:
-    """Add a learned attention-sink logit per head, if any, to the softmax of attention (batch, heads, queries, d_v)."""
-    if s_aux is None:
-        return output
-    return output * torch.sigmoid(lse - s_aux.float().view(1, -1, 1)).to(output)[..., None]
-
-
-def softmax(scores: Tensor, allowed: Tensor | None, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return soft-capped, masked softmax weights of float32 scores (..., slots), and their log-sum-exp (...)."""
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -math.inf)
-    lse = scores.logsumexp(-1)
-    return (scores - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp(), lse
-
-
-def _flash_serves(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Return whether PyTorch's fused CPU attention supports these arguments."""
-    return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None = None, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's fused CPU attention; ``allowed`` is (..., queries, slots) of at most four dimensions."""
-    bias = None
-    if allowed is not None:
-        bias = torch.zeros(allowed.shape, dtype=query.dtype, device="cpu").masked_fill_(~allowed, -math.inf)
-        bias = bias[(None,) * (4 - bias.dim())]
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-    )
-    return output, lse
-
-
-def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of slots: outputs (..., d), and log-sum-exps of the scores (...)."""
-    both = torch.logaddexp(lse, other_lse)
-    finite = torch.where(both == -math.inf, 0.0, both)
-    weights = ((each - finite).exp()[..., None].to(output.dtype) for each in (lse, other_lse))
-    return output * next(weights) + other * next(weights), both
-
-
-def partial_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    allowed: Tensor | None = None,
-    causal: bool = False,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attend to some of the slots; return the output and its log-sum-exp.
-
-    Parameters
-    ----------
-    query : (batch, heads, queries, d_k)
-    key, value : (batch, kv heads, slots, d)
-    allowed : (queries, slots) or with leading dimensions, bool
-        None for all slots, or with ``causal`` for those up to each query's index.
-
-    Returns
-    -------
-    (batch, heads, queries, d_v) in float32 or the queries' dtype, (batch, heads, queries) float32
-        Zero and -inf where nothing is allowed.
-    """
-    repeats = query.shape[1] // key.shape[1]
-    if not _flash_serves(query, value, softcap):
-        return _attention_in_blocks(query, key, value, scale, allowed, causal, softcap)
-    if allowed is None and not causal:
-        # Fold the query heads of a KV head into the query dimension: larger matmuls, and no states are copied.
-        output, lse = _flash(query.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), key, value, scale)
-        return output.reshape(query.shape), lse.reshape(query.shape[:3])
-    key, value = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (key, value))
-    output, lse = _flash(query, key, value, scale, allowed, causal)
-    if allowed is not None:
-        none = ~allowed.any(-1)
-        output, lse = output.masked_fill(none[..., None], 0), lse.masked_fill(none, -math.inf)
-    return output, lse
-
-
-def _attention_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, allowed: Tensor | None, causal: bool, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute :func:`partial_attention` in plain PyTorch, some queries and slots at a time (online softmax)."""
-    repeats, outputs, sums = query.shape[1] // key.shape[1], [], []
-    count = max(1, min(_QUERIES, _QUERIES * _SLOTS // (len(query) * min(key.shape[2], _SLOTS))))
-    for first in range(0, query.shape[2], count):
-        part = query[:, :, first : first + count]
-        last = min(key.shape[2], first + part.shape[2]) if causal else key.shape[2]
-        # Fold the query heads of a KV head into the query dimension, so that no states are copied.
-        own, parts = part.unflatten(1, (key.shape[1], repeats)).flatten(2, 3), []
-        for start in range(0, last, _SLOTS):
-            end = min(last, start + _SLOTS)
-            scores = products(own, key[:, :, start:end]).float().view(*part.shape[:3], end - start) * scale
-            seen = None if allowed is None else allowed[..., first : first + count, start:end]
-            if causal:
-                ones = torch.ones(part.shape[2], end - start, dtype=torch.bool, device=query.device)
-                seen = ones.tril(first - start)
-            weights, lse = softmax(scores, seen, softcap)
-            output = weights.to(value.dtype).view(*own.shape[:3], end - start) @ value[:, :, start:end]
-            parts.append((output.view(*part.shape[:3], value.shape[-1]), lse))
-        output, lse = parts[0]
-        for other in parts[1:]:
-            output, lse = merge(output.float(), lse, *other)
-        outputs.append(output)
-        sums.append(lse)
-    return torch.cat(outputs, 2), torch.cat(sums, 2)
+    return with_sink_logits(output, lse, scoring).to(query.dtype)
 
 
 def _band(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int,
-    start: int,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, window: int, start: int, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attend from each query to the newest ``window`` slots including the query's, in blocks of queries."""
     count, heads, device = query.shape[2], query.shape[1], query.device
@@ -222,7 +97,7 @@ def _band(
     keys, values = cut(key), cut(value)
     place = torch.arange(size, device=device)[:, None], torch.arange(span, device=device)
     near = (place[1] >= place[0]) & (place[1] < place[0] + window)
-    if mask is None and _flash_serves(query, value, softcap):
+    if mask is None and flash_serves(query, value, scoring):
         # Slots before slot 0 affect only the first blocks, and slots after the last only queries that are dropped.
         early = min(blocks, max(0, -(-(window - 1 - start) // size)))
         parts = []
@@ -236,7 +111,7 @@ def _band(
             if seen.dim() == 3:
                 seen = seen[:, None].repeat(query.shape[0] * key.shape[1], 1, 1, 1)
             own = [each[:, :, first:last].flatten(0, 2)[:, None] for each in (queries, keys, values)]
-            output, lse = _flash(own[0], own[1], own[2], scale, seen)
+            output, lse = flash(own[0], own[1], own[2], scoring.scale, seen)
             shape = (query.shape[0], key.shape[1], last - first, groups, size)
             parts.append((output[:, 0].unflatten(0, shape[:3]).unflatten(3, shape[3:]), lse[:, 0].view(shape)))
         output, lse = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
@@ -250,8 +125,8 @@ def _band(
     if mask is not None:
         rows = torch.arange(blocks * size, device=device).clamp_max(count - 1).view(blocks, size, 1)
         near = near & mask[..., rows, slots.clamp(0, mask.shape[-1] - 1)[:, None]]
-    scores = products(queries.flatten(1, 2), keys.flatten(1, 2)).float() * scale
+    scores = products(queries.flatten(1, 2), keys.flatten(1, 2)).float() * scoring.scale
     scores = scores.view(query.shape[0], key.shape[1], blocks, groups, size, span).transpose(2, 3).flatten(1, 2)
-    weights, lse = softmax(scores, near, softcap)
+    weights, lse = softmax(scores, near, scoring.softcap)
     output = (weights.to(value.dtype).unflatten(1, (key.shape[1], groups)) @ values[:, :, None]).flatten(1, 2)
     return output.flatten(2, 3)[:, :, :count], lse.flatten(2, 3)[:, :, :count]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recalkv.codec.layer import LayerCodec
+from recalkv.runtime.partial import Scoring
 from recalkv.runtime.reference import MOST_WIDTH, DeviceLayout, DeviceRotation, coded_attention_torch
 
 
@@ -44,8 +45,7 @@ def attend_rows(
     first: Tensor,
     length: Tensor,
     offset: Tensor,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
     attention: Any = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -72,9 +72,9 @@ def attend_rows(
     coordinates, outputs = coordinates_torch, outputs_torch
     if query.is_cuda and attention is not coded_attention_torch:
         from recalkv.runtime.triton_projections import coordinates, outputs
-    queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scale)
+    queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scoring.scale)
     numbers, lse = (attention or kernel())(
-        rows, own.layout, *queries, own.rotation, first, length, offset, softcap=softcap, block_table=block_table
+        rows, own.layout, *queries, own.rotation, first, length, offset, scoring.softcap, block_table
     )
     return outputs(numbers, own.value_back, own.value_mean)[:, :, None], lse.flatten(1)[:, :, None]
 

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from recalkv.errors import UnsupportedModelError
 from recalkv.runtime.paged import Chunk, PagedLayer, Tokens
+from recalkv.runtime.partial import Scoring
 from recalkv.trellis.rows import TILE
 from recalkv.vllm.checks import BACKEND
 from recalkv.vllm.served import ServedModel, served_model
@@ -95,7 +96,7 @@ class CodecImpl(AttentionImpl[Step]):
         self.served, self.config = served, get_current_vllm_config()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.sliding_window, self.softcap, self.sinks = sliding_window, logits_soft_cap or None, sinks
+        self.sliding_window, self.scoring = sliding_window, Scoring(self.scale, logits_soft_cap or None, sinks)
         self._dense: tuple[Any, ...] = (
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name,
@@ -125,7 +126,7 @@ class CodecImpl(AttentionImpl[Step]):
             )
         window, sinks = self.served.codec.window, self.served.codec.sinks
         self.paged = PagedLayer(
-            codec, window, sinks, self.sliding_window, self.scale, self.softcap, self.sinks,
+            codec, window, sinks, self.sliding_window, self.scoring,
             self.config.model_config.max_model_len, self.config.device_config.device,
         )  # fmt: skip
         self.served.exact.readers.append(self.paged)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recalkv.codec.layer import LayerCodec
 from recalkv.runtime.cpu.records import CODE, COLUMNS, PIECE, STEP, StepCache, partial_size, query_size, thread_size
+from recalkv.runtime.partial import Scoring
 from recalkv.trellis.cpu import compiled
 from recalkv.trellis.cpu.codes import partner
 from recalkv.trellis.cpu.rows import pack_tiles, segment_table, tables, unpack_tiles
@@ -115,9 +116,8 @@ class LayerLoops:
         return found
 
     def step(
-        self, cache: StepCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
-        softcap: float | None, s_aux: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, cache: StepCache, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
+    ) -> Tensor:
         """Store one token per sequence in a cache with room for it, and attend: (batch, heads, d_v) float32.
 
         Parameters
@@ -132,8 +132,9 @@ class LayerLoops:
         threads, (batch, heads) = threads_of_torch(), query.shape[:2]
         repeats = heads // self.codec.kv_heads
         out = torch.empty(batch, heads, self.codec.head_dims[1], dtype=torch.float32, device="cpu")
-        real = np.array([scale, softcap or 0.0], np.float32)
-        aux = None if s_aux is None else s_aux.detach().float().contiguous()
+        real = np.array([scoring.scale, scoring.softcap or 0.0], np.float32)
+        logits = scoring.sink_logits
+        logits = None if logits is None else logits.detach().float().contiguous()
         mask = None if mask is None else mask.contiguous()
         fixed, queries = self._fixed, heads // self.codec.groups
         partial = partial_size(queries, fixed["dv"], fixed["wv"])
@@ -158,7 +159,8 @@ class LayerLoops:
             "first": cache.first.data_ptr(), "offset": cache.offset.data_ptr(),
             "mask": 0 if mask is None else mask.data_ptr(),
             "mask_row": mask.shape[1] if mask is not None and mask.shape[0] > 1 else 0, "real": real.ctypes.data,
-            "aux": 0 if aux is None else aux.data_ptr(), "scratch": scratch.ctypes.data, "pieces": angles.ctypes.data,
+            "sink_logits": 0 if logits is None else logits.data_ptr(), "scratch": scratch.ctypes.data,
+            "pieces": angles.ctypes.data,
         }  # fmt: skip
         # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing does not need it.
         run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))

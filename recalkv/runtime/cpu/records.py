@@ -23,9 +23,9 @@ STEP = np.dtype(
         for name in (
             "threads", "batch", "groups", "kv", "repeats", "dk", "dv", "row", "tiles", "block", "pages", "pages_row",
             "base", "bounds", "sinks", "ring", "kind", "rows", "exact", "exact_pages", "exact_row", "exact_size",
-            "exact_block", "exact_token", "q", "k", "v", "out", "first", "offset", "mask", "mask_row", "real", "aux",
-            "scratch", "pairs", "frequencies", "count", "pieces", "inner", "reduced", "table", "codes", "key_mean",
-            "value_mean", "lookup", "wk", "wv", "most", "query_size", "partial_size", "thread_size",
+            "exact_block", "exact_token", "q", "k", "v", "out", "first", "offset", "mask", "mask_row", "real",
+            "sink_logits", "scratch", "pairs", "frequencies", "count", "pieces", "inner", "reduced", "table", "codes",
+            "key_mean", "value_mean", "lookup", "wk", "wv", "most", "query_size", "partial_size", "thread_size",
         )
     ]
 )  # fmt: skip

@@ -422,8 +422,8 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
     mean = floats(a.value_mean + 4 * kv_head * dv, dv)
     for r in range(repeats):
         q = kv_head * repeats + r - g * queries
-        aux = floats(a.aux, heads)[kv_head * repeats + r] if a.aux != 0 else LEAST
-        peak, coded, exact = aux, np.float32(0), np.float32(0)
+        sink = floats(a.sink_logits, heads)[kv_head * repeats + r] if a.sink_logits != 0 else LEAST
+        peak, coded, exact = sink, np.float32(0), np.float32(0)
         for t in range(many):
             peak = max(peak, partials[t * step + base + q])
         for t in range(many):
@@ -441,8 +441,8 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
         for i in range(dv):
             values[r * dv + i] += coded * mean[i]
         totals[r] = coded + exact
-        if aux > LEAST:
-            totals[r] += np.float32(np.exp(np.float64(aux) - np.float64(peak)))
+        if sink > LEAST:
+            totals[r] += np.float32(np.exp(np.float64(sink) - np.float64(peak)))
     inside = kv_head - g * kv
     _multiply(repeats, width, numbers, code.value_back + 4 * inside * width * wide, dv, mapped)
     out = floats(a.out + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
