@@ -1,7 +1,8 @@
 """``params.yaml``: every parameter with its meaning, unit and range. Unknown and missing keys are errors.
 
-The defaults here are those of the file, the command line and Python alike. The file spells every key out, so that it
-is a complete record of the run; `recalkv preset` writes it from what is written here.
+The defaults here are those of Python, and of the command line unless an option says otherwise. The file spells every
+key out, so that it is a complete record of the run; `recalkv preset` writes it from what is written here and in
+``presets.yaml``, whose default has fewer windows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ class _Section(BaseModel):
         """Refuse true and false, which Python counts as numbers, but where they are a choice."""
         choices = get_args(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, bool) and not any(choice is value for choice in choices):
-            raise PydanticCustomError("number", "true and false are no values of it")
+            raise PydanticCustomError("number", "must not be true or false")
         return value
 
 

@@ -23,7 +23,7 @@ _CHOICES = "zeroshot"
 @stage(default=False)
 def answers(
     run: Stage,
-    out: Annotated[Path, typer.Argument(help="Folder of the answers, a file a cache.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the answers, one file per cache.")],
     suite: Annotated[str, typer.Argument(help=f"One of {', '.join((*SUITES, _CHOICES))}.")],
     names: Annotated[list[str], typer.Argument(help=f"dense, {HELP}")],
     items: Annotated[Path, typer.Option(help="Items, .jsonl in the schema of the hub's set, or a folder of them.")],

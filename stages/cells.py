@@ -21,7 +21,7 @@ from stages.stored_codec import stored_codec
 @stage(default=False)
 def cells(
     run: Stage,
-    out: Annotated[Path, typer.Argument(help="Folder of the figures, a file a cell.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the figures, one file per cell.")],
     names: Annotated[list[str], typer.Argument(help=HELP)],
 ) -> None:
     """Measure each cell and write its figures to OUT/NAME.json; keep figures that are up to date."""

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from recalkv.codec.context import cached_tokens
 from recalkv.evaluation.quantizers import QUANTIZERS, quantizer
+from recalkv.evaluation.uncertainty import standard_error
 from recalkv.params import public_name
 from recalkv.reports.frontier import Row, draw, rows_of
 from recalkv.reports.models import CONTEXT, page
@@ -168,7 +169,7 @@ def compared(answers: dict[str, Any]) -> dict[str, Any]:
                 "items": len(scores),
                 "score": float(np.mean(scores)),
                 "difference": float(gaps.mean()),
-                "error": float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else 0.0,
+                "error": float(standard_error(gaps)),
                 "ran": own["ran"],
                 "paired": dense["ran"],
                 "length": own.get("length"),

@@ -440,7 +440,7 @@ def test_positions_of_several_numbers_are_served_for_text_alone() -> None:
     message = "position_ids give 30 where a sequence's slots give 35"
     raises(ParameterError, message, read, ids[:, 30:], attention_mask=mask, position_ids=padded)
     positions[1, :, 9:20] += 3
-    with pytest.raises(UnsupportedModelError, match="positions of 3 numbers a token .* only text"):
+    with pytest.raises(UnsupportedModelError, match="positions of 3 numbers per token .* only text"):
         one_pass(model, ids, position_ids=positions)
 
 

@@ -436,7 +436,10 @@ def test_gradients_that_are_not_finite_name_the_layer(model: Any) -> None:
 
 def test_head_sizes_that_give_no_blocks_are_refused() -> None:
     model = dense_model("llama-gqa", head_dim=6, num_key_value_heads=2)
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 has 2 KV heads of 6, and 2 of them are no multiple of 8"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"layer 0 has 2 KV heads of 6, and 2 of them have 12 elements, which is not a multiple of 8",
+    ):
         fit(model, windows(2, 24))
 
 

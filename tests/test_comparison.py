@@ -192,7 +192,7 @@ def test_eval_writes_a_page_and_its_figures(
     item = {"question": "the model holds", "answerKey": "A", "choices": choices}
     (tmp_path / "arc_easy.test.jsonl").write_text("".join(json.dumps(item | {"id": str(i)}) + "\n" for i in range(3)))
     output = done(*command, *tasks, "--out", tmp_path / "page.md")
-    warning = f"warning: a file {tiny_texts[0].name} was calibrated on, too"
+    warning = f"warning: a file {tiny_texts[0].name} was also calibrated on"
     assert warning not in output and warning in done(*command, "--text", tiny_texts[0], "--out", tmp_path / "both.md")
     assert ("| arc_easy (3 items) |" in output) == bool(tasks)
     found = json.loads((tmp_path / "page.json").read_text())
@@ -242,7 +242,7 @@ def test_eval_warns_of_the_part_of_a_corpus_that_was_calibrated_on(
     monkeypatch.setattr(comparison, "QUICK", SMALL)
     monkeypatch.setattr("recalkv.text.corpora.main_documents", lambda wanted: ["the cache holds what was read " * 80])
     command = ["eval", own, "--text", "embedded-news", "--quick", "--device", "cpu", "--out", tmp_path / "page.md"]
-    warning = "warning: the train part of embedded-news was calibrated on, too"
+    warning = "warning: the train part of embedded-news was also calibrated on"
     assert warning in done(*command, "--split", "train") and warning not in done(*command)
 
 

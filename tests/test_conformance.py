@@ -132,7 +132,7 @@ def further_cases() -> Iterator[tuple[Kind, Way]]:
     for family, (model_type, _) in (FURTHER_FAMILIES | {each: FAMILIES[each] for each in ALIKE}).items():
         attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]._supports_sdpa else "eager"
         described = DESCRIPTIONS[model_type]
-        values = "absorbed" if described.sinks or described.gated else "fused"
+        values = "absorbed" if described.sink_logits or described.gated else "fused"
         packed, plain = Kind(family, "joint", 2, "mixed", values), Kind(family, "whole-values", 1, 16, "absorbed")
         if described.gated:
             yield dataclasses.replace(packed, window=5), Way("greedy", 40, "dynamic", "eager")

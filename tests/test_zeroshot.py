@@ -83,6 +83,7 @@ def test_scores_by_hand() -> None:
     difference, error = ours.against(other)
     assert difference == 0.5 and error == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
     assert ours.against(ours) == (0.0, 0.0)
+    assert TaskScore("piqa", (True,)).record(TaskScore("piqa", (False,)))["difference_standard_error"] == 0
 
 
 @pytest.fixture

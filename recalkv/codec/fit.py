@@ -82,7 +82,7 @@ def natural_units(moments: Mapping[int, LayerMoments], heads: int | None = None)
             if width % BLOCK:
                 raise UnsupportedModelError(
                     f"codec: layer {index} has {own.kv_heads} KV heads of {own.means[side].shape[1]}, and {size} of "
-                    f"them are no multiple of {BLOCK} numbers; fit with more heads per code."
+                    f"them have {width} elements, which is not a multiple of {BLOCK}; fit with more heads per code."
                 )
             held = own.states[side].shape[-1]
             if held % width:

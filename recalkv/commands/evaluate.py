@@ -87,7 +87,7 @@ def evaluate(
             for name in sorted(calibrated & set(shown.values())):
                 if name in files or split == part:
                     what = f"a file {name}" if name in files else f"the {split} part of {name}"
-                    typer.echo(f"warning: {what} was calibrated on, too; figures on it are too good", err=True)
+                    typer.echo(f"warning: {what} was also calibrated on, so figures on it are too good", err=True)
             if not known and out is None:
                 place = elsewhere  # the checkpoint's card does not describe another model
                 _check_place(place)

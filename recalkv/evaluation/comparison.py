@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -33,6 +34,7 @@ from recalkv.evaluation.resources import available_mib, device_name
 from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.evaluation.suites.zeroshot import TaskScore, zero_shot
 from recalkv.evaluation.timing import Timing
+from recalkv.evaluation.uncertainty import standard_error
 from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.loading import load_model
 from recalkv.model.modeling import register
@@ -362,12 +364,15 @@ def _digits(scores: Tensor | None, wanted: NeedleParams) -> dict[str, Any]:
     lengths = {}
     for length, own, each in zip(wanted.lengths, digits, prompts, strict=True):
         depths = {f"{depth:g}": float(own[:, place].mean()) for place, depth in enumerate(wanted.depths)}
-        lengths[str(length)] = {"found": float(each.mean()), "standard_error": _error(each), "depths": depths}
+        lengths[str(length)] = {
+            "found": float(each.mean()),
+            "standard_error": float(standard_error(each)),
+            "depths": depths,
+        }
     # Differences between lengths are not part of the error.
-    errors = torch.tensor([_error(each) for each in prompts])
-    return {"found": float(prompts.mean()), "standard_error": float(errors.norm() / len(errors)), "lengths": lengths}
-
-
-def _error(values: Tensor) -> float:
-    """Return the standard error of the mean; 0 for a single value."""
-    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+    errors = standard_error(prompts)
+    return {
+        "found": float(prompts.mean()),
+        "standard_error": float(np.linalg.norm(errors) / len(errors)),
+        "lengths": lengths,
+    }

@@ -54,7 +54,7 @@ def float64_output(
         scores = keys[:, own] @ query[0, head] * layer.scaling
         if cap is not None:
             scores = cap * (scores / cap).tanh()
-        if sizes.sinks:
+        if sizes.sink_logits:
             scores = torch.cat([scores, layer.sinks[head : head + 1].to(scores)])
         outputs.append(scores.softmax(dim=0)[:tokens] @ values[own])
     output = torch.cat(outputs)

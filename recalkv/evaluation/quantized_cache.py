@@ -95,7 +95,7 @@ def _attend(
     allowed: Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attend with a block of queries over keys and values, rounded or exact depending on each query.
 
@@ -108,8 +108,8 @@ def _attend(
         Number of slots up to and including each query.
     allowed : (batch or 1, 1, 1, queries, slots) bool or None
         Mask that is False for further slots that a query must not see; None for no further mask.
-    softcap, sinks
-        c of ``c tanh(score / c)``, and the attention-sink logit of each query head, which only enters the softmax.
+    softcap, sink_logits
+        c of ``c tanh(score / c)``, and the learned logit of each query head, which only enters the softmax.
     """
     last, edges = seen[-1], [rounding.rounded(each) for each in seen]
     # Slots below `low` are rounded for all queries; later ones are exact for some queries.
@@ -125,8 +125,8 @@ def _attend(
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     scores = scores.float().masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        own = sinks.float().view(query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    if sink_logits is not None:
+        own = sink_logits.float().view(query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(-1)[..., :last].to(query.dtype)
     far, near = weights[..., :low], weights[..., low:]

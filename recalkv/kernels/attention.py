@@ -99,7 +99,7 @@ def _decode(
     value_rank: int, key_alignment: int, up_alignment: int, value_alignment: int, block_rows: int, block_columns: int,
     block_alignment: int, rank_first: int, rank_second: int, resident: bool, tile: int, warps: int, runs: int,
 ) -> Tensor:  # fmt: skip
-    """Launch the three kernels; arguments are named as in :class:`LayerPlan` and :class:`Step`."""
+    """Launch the three kernels; arguments come from :class:`LayerPlan` and :class:`Step`."""
     batch, queries, h, head_dim = query.shape
     slots, kv_heads, device = z_k.shape[1], key_table.shape[0], query.device
     rows, half = h // kv_heads * queries, head_dim // 2

@@ -144,7 +144,8 @@ def why_not(model: nn.Module) -> str | None:
     if layers[0].head_dim not in _HEAD_DIMS:
         return f"heads have {layers[0].head_dim} dimensions, and the kernels take even numbers up to 256"
     if not all(layer.by_tiles for layer in layers):
-        return f"attention in {layers[0].family.name} has soft-capped scores, sinks, norms over all heads or mixed RoPE"
+        name = layers[0].family.name
+        return f"attention in {name} has soft-capped scores, sink logits, norms over all heads or mixed RoPE"
     packed = next((layer for layer in layers if layer.spec.quantized), None)
     if packed is not None:
         bits = packed.spec.cached_bits / packed.spec.cached_elements

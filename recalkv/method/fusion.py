@@ -152,7 +152,7 @@ def fusion_rank_limit(geometry: AttentionGeometry) -> float:
 def choose_value_layout(geometry: AttentionGeometry, value_ranks: Sequence[int]) -> str:
     """Return ``fused`` if every group's rank is within :func:`fusion_rank_limit`, else ``separate``.
 
-    Attention sinks or a gate always give ``separate``: a constant of the values then cannot move to the output, and a
+    Sink logits or a gate always give ``separate``: a constant of the values then cannot move to the output, and a
     gate acts on the dimensions of each head.
     """
     return "fused" if geometry.values_pass and max(value_ranks) <= fusion_rank_limit(geometry) else "separate"
@@ -261,7 +261,7 @@ def fused_attention_tensors(
         if norm in dense:
             # The norm's weight covers one head, or all heads together.
             tensors[norm] = dense[norm] if len(dense[norm]) == d_h else dense[norm][order]
-    if geometry.sinks:
+    if geometry.sink_logits:
         tensors["sinks"] = dense["sinks"][query_order(spec.head_permutation, geometry.queries_per_kv)]
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 

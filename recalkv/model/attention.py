@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         dense: Any = self.family.attention(config, layer_idx)
         self.scaling = dense.scaling
         self.softcap = self.family.score_softcap(config)
-        self.plain_softmax = self.softcap is None and not geometry.sinks
+        self.plain_softmax = self.softcap is None and not geometry.sink_logits
         self.is_causal = True
         sliding = layer_attention_types(config)[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
@@ -123,10 +123,11 @@ class LatentAttention(nn.Module):
             self.value_up = Reconstruction(self.value_ranks, self.value_heads, d_h)
             inner = geometry.heads * d_h
         constant = centered or "v" in biases
-        # Softmax weights sum to 1, so a constant of the values moves to the output bias, except with sinks or gates.
+        # Softmax weights sum to 1 without sink logits, so a constant of the values moves to the output bias, if no gate
+        # multiplies the output.
         self.o_proj = nn.Linear(inner, m, bias="o" in biases or (constant and geometry.values_pass))
         self.value_bias = None if geometry.values_pass or not constant else nn.Parameter(torch.zeros(geometry.kv_width))
-        self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sinks else None
+        self.sinks = nn.Parameter(torch.zeros(geometry.heads)) if geometry.sink_logits else None
         self.q_norm = norm_like(dense.q_norm) if spec.qk_norm else None
         self.k_norm = norm_like(dense.k_norm) if spec.qk_norm else None
 
@@ -361,7 +362,7 @@ class LatentAttention(nn.Module):
         """Call the attention function configured in transformers; the result is (batch, queries, heads, d)."""
         name = self.config._attn_implementation
         if isinstance(mask, Tensor) and mask.dim() == 4:
-            # Exact windows need 4-D masks, which flash and flex do not take; SDPA has no soft-capping or sinks.
+            # Exact windows need 4-D masks, which flash and flex do not take; SDPA has no soft-capping or sink logits.
             name = "sdpa" if name != "eager" and self.plain_softmax else "eager"
             if name == "eager" and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)

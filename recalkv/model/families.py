@@ -86,8 +86,8 @@ class Family:
         Whether RoPE pairs neighboring dimensions instead of dimensions of the two halves.
     rope_layers
         Function of the config: whether each layer has RoPE; None if all layers have.
-    sinks
-        Whether softmax has a learned sink per query head, so that weights do not sum to 1.
+    sink_logits
+        Whether softmax has a learned logit per query head beside the scores, so that weights do not sum to 1.
     gated
         Whether the query projection holds, for each head, the rows of its queries followed by those of a gate, whose
         sigmoid multiplies the attention output before the output projection.
@@ -114,7 +114,7 @@ class Family:
     partial: bool = False
     interleaved: bool = False
     rope_layers: Callable[[Any], list[Any] | None] = _nothing
-    sinks: bool = False
+    sink_logits: bool = False
     gated: bool = False
     stateful: tuple[str, ...] = ()
     norm_offset: float = 0.0
@@ -143,8 +143,8 @@ class Family:
 
     @property
     def attention_implementation(self) -> str:
-        """Attention function in transformers; SDPA supports neither soft-capping nor sinks, whatever a class claims."""
-        plain = self.score_softcap is _nothing and not self.sinks
+        """Attention function in transformers; SDPA has neither soft caps nor sink logits, whatever a class says."""
+        plain = self.score_softcap is _nothing and not self.sink_logits
         return "sdpa" if plain and self.model_class._supports_sdpa else "eager"
 
     def logits(self, config: Any, products: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -242,7 +242,7 @@ FAMILIES: dict[str, Family] = {
         Family("glm", partial=True, interleaved=True),
         Family("glm4", partial=True, interleaved=True, post_norm=True),
         Family("glm4_moe", partial=True),
-        Family("gpt_oss", sinks=True),
+        Family("gpt_oss", sink_logits=True),
         *(
             Family(name, partial=True, gated=True, norm_offset=1.0, stateful=("linear_attention",))
             for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

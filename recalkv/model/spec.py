@@ -1,7 +1,7 @@
 """Format of a compressed checkpoint: ranks, bits and groups of every layer, validated when read.
 
 The spec is stored in ``config.json`` as the JSON object ``recalkv``, which only :meth:`LatentSpec.from_config` reads.
-The cache size per token is also computed here and nowhere else.
+It also gives the cache's size per token.
 """
 
 import dataclasses

@@ -46,8 +46,8 @@ class AttentionGeometry:
         Head dimension ``d_h``.
     layers
         Number of decoder layers that cache keys and values.
-    sinks
-        Whether the softmax has sinks, so that its weights do not sum to 1.
+    sink_logits
+        Whether the softmax has learned sink logits, so that its weights do not sum to 1.
     gated
         Whether a gate multiplies the attention output before the output projection.
     others
@@ -59,14 +59,14 @@ class AttentionGeometry:
     kv_heads: int
     head_dim: int
     layers: int
-    sinks: bool = False
+    sink_logits: bool = False
     gated: bool = False
     others: int = 0
 
     @property
     def values_pass(self) -> bool:
         """Whether a constant term of all values reaches the output projection unchanged."""
-        return not (self.sinks or self.gated)
+        return not (self.sink_logits or self.gated)
 
     @property
     def kv_width(self) -> int:
@@ -95,7 +95,7 @@ class AttentionGeometry:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
             layers=layers,
-            sinks=family is not None and family.sinks,
+            sink_logits=family is not None and family.sink_logits,
             gated=family is not None and family.gated,
             others=config.num_hidden_layers - layers,
         )

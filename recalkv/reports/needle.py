@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from recalkv.errors import DataError
+from recalkv.evaluation.uncertainty import standard_error
 from recalkv.params import NeedleParams
 from recalkv.reports.tables import needle
 
@@ -78,9 +79,7 @@ def report(cells: Mapping[str, Mapping[str, Any]], earlier: Mapping[str, Any] = 
 
 def _means(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean of (lengths, prompts) over prompts, and its standard error, (lengths,) each."""
-    prompts = values.shape[1]
-    errors = values.std(axis=1, ddof=1) / np.sqrt(prompts) if prompts > 1 else np.zeros(len(values))
-    return values.mean(axis=1), errors
+    return values.mean(axis=1), standard_error(values)
 
 
 def _flat(found: Mapping[str, tuple[float, float]]) -> dict[str, float]:

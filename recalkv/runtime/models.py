@@ -208,7 +208,7 @@ def check_cached(model: Any) -> int:
         first, second = seen[index]
         if (first - second).norm() > _SAME * first.norm():
             raise UnsupportedModelError(
-                f"codec: layer {index} of {type(model).__name__} has other keys of a token when a later one changes; "
+                f"codec: in layer {index} of {type(model).__name__}, a token's keys change when a later token does; "
                 f"only models with causal attention have a cache."
             )
         layer: Any = cache.layers[index] if index < len(cache.layers) else None

@@ -20,8 +20,8 @@ def check_axes(module: Any, positions: Tensor) -> None:
     # If there are four axes, the first holds text positions for masks.
     same = (positions[-3:] == positions[-3:-2]).all()
     message = (
-        f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers a token (multimodal RoPE), "
-        f"from which the mean key cannot be taken off; only text can be served."
+        f"codec: {type(module).__name__} has positions of {min(3, len(positions))} numbers per token (multimodal "
+        f"RoPE), from which the mean key cannot be subtracted; only text can be served."
     )
     if torch.compiler.is_compiling():
         torch._assert_async(same, message)

@@ -182,7 +182,7 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
         raise ParameterError(f"output folder {out} is a mount point, which cannot be replaced; name a folder in it.")
     above = next(folder for folder in place.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ParameterError(f"output folder {out}: {above} is no folder that can be written to; {remedy} elsewhere.")
+        raise ParameterError(f"output folder {out}: {above} is not a writable folder; {remedy} elsewhere.")
     if Path.cwd().is_relative_to(place):
         raise ParameterError(f"output folder {out} is or holds the current folder; {remedy}.")
     if source is not None:

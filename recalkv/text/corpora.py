@@ -107,7 +107,7 @@ def given_calibration(
         given |= {} if dataset is None else {"text": str(dataset)}
         calibration = parse_section(CalibrationParams, given, "calibration")
         return calibration, calibration_documents(calibration)
-    name = name or "texts of the caller's"
+    name = name or "the caller's texts"
     return parse_section(CalibrationParams, given | {"text": name}, "calibration"), {name: given_documents(dataset)}
 
 

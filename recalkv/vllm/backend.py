@@ -66,7 +66,7 @@ class CodecBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Return True: learned attention sinks are supported."""
+        """Return True: learned sink logits are supported."""
         return True
 
 

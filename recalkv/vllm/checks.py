@@ -91,8 +91,8 @@ def check(version: str, vllm_config: Any) -> None:
     if seen is not None and not seen.language_model_only:
         if model.uses_mrope:
             raise ParameterError(
-                "codec: positions of images are not one number a token (multimodal RoPE), from which the mean key "
-                "cannot be taken off; serve text alone: --language-model-only."
+                "codec: positions of images are not one number per token (multimodal RoPE), from which the mean key "
+                "cannot be subtracted; serve text alone: --language-model-only."
             )
         if model.is_mm_prefix_lm:
             raise ParameterError(

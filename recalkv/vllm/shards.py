@@ -18,8 +18,8 @@ def shard(codec: LayerCodec, rank: int, ranks: int) -> LayerCodec:
     if ranks % copies or heads % parts or (heads // parts) % size:
         fitting = [each for each in range(1, heads + 1) if heads % each == 0 and heads // each % size == 0]
         raise ParameterError(
-            f"codec: tensor_parallel_size={ranks} would cut groups of {size} of the {heads} KV heads, whose code is "
-            f"one; sizes that fit are {', '.join(map(str, fitting))}. Fit with fewer heads a code "
+            f"codec: tensor_parallel_size={ranks} would cut groups of {size} of the {heads} KV heads, which share "
+            f"a code; sizes that fit are {', '.join(map(str, fitting))}. Fit with fewer heads per code "
             f"(`recalkv fit MODEL --heads 1`), or serve with one of those and more replicas."
         )
     if parts == 1:

@@ -15,6 +15,7 @@ import torch
 from recalkv.errors import DataError, ParameterError, needing
 from recalkv.evaluation.suites.items import check_columns, local_data, local_override, quiet, run_tasks
 from recalkv.evaluation.suites.suite import Progress, Suite, table
+from recalkv.evaluation.uncertainty import standard_error
 from recalkv.model.precision import evaluation_precision
 from recalkv.params import Params
 
@@ -56,12 +57,12 @@ class TaskScore:
     @property
     def standard_error(self) -> float:
         """Standard error of the accuracy over items."""
-        return _standard_error(np.array(self.correct, float))
+        return float(standard_error(self.correct))
 
     def against(self, other: "TaskScore") -> tuple[float, float]:
         """Return the accuracy difference from another model on the same items, and its paired standard error."""
         differences = np.subtract(self.correct, other.correct, dtype=float)
-        return float(differences.mean()), _standard_error(differences)
+        return float(differences.mean()), float(standard_error(differences))
 
     def record(self, dense: "TaskScore") -> dict[str, Any]:
         """Return both accuracies and their difference, with standard errors over items (paired for the difference)."""
@@ -267,7 +268,3 @@ _COLUMNS = {
     "arc_challenge": ("question", "choices", "answerKey"),
     "winogrande": ("sentence", "option1", "option2", "answer"),
 }
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5)
