@@ -68,16 +68,14 @@ def replace_folder(path: Path, new: Path) -> None:
         new.replace(path)
         return
     aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f"{path.name}.replaced-"))
+    old = aside / path.name
     try:
-        old = path.replace(aside / path.name)
-    except OSError:
-        aside.rmdir()
-        raise
-    try:
+        path.replace(old)
         new.replace(path)
-    except OSError:
-        old.replace(path)
-        aside.rmdir()
+    except BaseException:  # an interrupt, too
+        if old.exists() and not path.exists():
+            old.replace(path)
+        shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
