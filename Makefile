@@ -8,7 +8,7 @@ export DVC_NO_ANALYTICS := 1
 # Where an environment forbids bytecode, each of some twenty processes would compile torch and transformers again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup reproduce grid grids suites frontier models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
+.PHONY: setup reproduce grid unnamed grids suites frontier models test test-all test-vllm gpu gpu-codec gpu-smoke gpu-kernels \
 	gpu-models gpu-page gpu-wheels lint constraints clean
 
 setup: $(INSTALLED)
@@ -33,10 +33,12 @@ reproduce: setup
 	@sed -n '/^## Dense beside/,/^## Ranks/p' reports/README.md | sed '/^## Ranks/d; /^!/d' | cat -s
 
 # One table of grids/dvc.yaml: make grid NAME=methods
-grid: setup
-	@test -n "$(NAME)" || { echo "name a grid: make grid NAME=methods"; exit 2; }
+grid: $(if $(NAME),setup,unnamed)
 	$(IN_VENV) dvc repro grids/dvc.yaml:table@$(NAME)
 	@cat reports/grids/$(NAME).md
+
+unnamed:
+	@echo "name a grid: make grid NAME=methods"; exit 2
 
 # All of them.
 grids: setup

@@ -132,7 +132,7 @@ def cache_size(
 def _config_folder(name: str) -> Path | None:
     """Return the folder of a local config.json, or fetch that of a hub id; None for other names."""
     path = Path(name)
-    if (path / "config.json").exists() or path.name == "config.json":
+    if (path / "config.json").exists() or (path.name == "config.json" and path.exists()):
         return path.parent if path.name == "config.json" else path
     if name.count("/") != 1 or name.startswith("paper/") or path.exists():
         return None

@@ -95,9 +95,16 @@ def hub_folder_full() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Print a :class:`ReCalKVError` as one message on standard error and exit with code 1."""
+    """Print a :class:`ReCalKVError`, or a name that cannot be used, as one message on stderr and exit with code 1."""
     try:
         yield
     except ReCalKVError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except OSError as error:
+        if error.filename is None or not (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG):
+            raise
+        name = str(error.filename)
+        shown = name if len(name) < 300 else f"{name[:100]}... ({len(name)} characters)"
+        print(f"error: {shown}: {error.strerror}; name a file or folder that can be used.", file=sys.stderr)
         raise SystemExit(1) from error

@@ -56,7 +56,8 @@ def advancing(bar: Any) -> Progress:
 def public_name(name: str) -> str:
     """A text's or a model's name as records and pages have it, which may be published: of local ones without a path."""
     path = Path(name)
-    return path.name if path.is_absolute() or path.exists() else name
+    shown = path.name if path.is_absolute() or path.exists() else name
+    return shown.encode(errors="replace").decode()  # names of files need not be UTF-8
 
 
 class ModelParams(_Section):

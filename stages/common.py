@@ -24,7 +24,7 @@ from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, evaluation_dtype, read_reference
 from recalkv.params import Params, load_params
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
-from recalkv.store.folders import write_whole
+from recalkv.store.folders import held_json, write_whole
 from recalkv.store.stores import (
     SCHEMA_VERSION,
     StoreReader,
@@ -221,7 +221,7 @@ def _record_timing(run: Stage, wall_seconds: float, cpu_seconds: float, kept: bo
     print(json.dumps({"stage": run.name, **timing}))
     if kept:
         path = run.reports / "timings.json"
-        others = json.loads(path.read_text()) if path.exists() else {}
+        others = held_json(path)
         write_json(path, others | {run.name: timing})
 
 

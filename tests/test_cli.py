@@ -110,6 +110,7 @@ OURS = {"config.json": json.dumps({"recalkv": {"version": 5}}), "model.safetenso
         ({"out/config.json": json.dumps({"model_type": "llama"})}, "out", None),
         ({"out/config.json": "{"}, "out", None),
         ({f"out/{name}": text for name, text in OURS.items()} | {"out/.git/HEAD": "main"}, "out", None),
+        ({f"out/{name}": text for name, text in OURS.items()} | {"out/notes.txt": "mine"}, "out", None),
         ({"out": "a file"}, "out", "is a file"), ({"out": "a file"}, "out/new", "not a writable folder"),
         ({}, ".", "current folder"), ({}, "..", "current folder"), ({}, "dense", "model's folder"),
         ({}, "dense/out", "model's folder"), ({"out.partial/notes.txt": "mine"}, "out", "out.partial"),

@@ -253,7 +253,10 @@ def test_eval_warns_of_the_part_of_a_corpus_that_was_calibrated_on(
         (["--out", "nowhere/page.md"], "in a writable folder"),
         (["--out", "config.md"], "would replace config.json, which holds no evaluation; name another file"),
         (["--dense", "no/such"], "no/such"),
-        (["--items", "."], "--items . are those of --tasks, which names none"),
+        (["--out", "notes.md"], "would replace notes.md, which holds no evaluation; name another file"),
+        (["--limit", "5"], "--limit 5 is for --tasks, which names none"),
+        (["--text", "x" * 300], "a text of 300 characters is given as a name; write it to a file"),
+        (["--items", "."], "--items . is for --tasks, which names none"),
         (["--text", "one/a.txt", "--text", "other/a.txt"], "two files have one name, of one/a.txt, other/a.txt"),
         (["--out", "one/a.txt/page.md"], "in a writable folder"),
     ],
@@ -263,6 +266,7 @@ def test_eval_refuses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text("{}")
+    Path("notes.md").write_text("mine")
     for folder in ("one", "other"):
         Path(folder).mkdir()
         Path(folder, "a.txt").write_text("a text")

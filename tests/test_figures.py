@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from recalkv.params import Params
+from recalkv.presets import preset, render
 from recalkv.reports import figures
 from recalkv.reports.figures import measured_numbers, refreshed
 from tests.conftest import ROOT
@@ -84,3 +85,13 @@ def test_parameters_are_there() -> None:
                 assert match[2] in section.model_fields, span
                 if match[3] is not None:
                     section.model_validate({match[2]: yaml.safe_load(match[3])})
+
+
+def test_pages_keep_the_figures_of_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, table = tmp_path / "README.md", "<!-- table: parameters -->\nold\n<!-- end -->\n"
+    page.write_text(table)
+    (tmp_path / "params.yaml").write_text(render(preset("default", 0.5)))
+    assert figures.main([], tmp_path) == 1 and page.read_text() == table
+    assert "not that of `recalkv preset default`" in capsys.readouterr().err
+    (tmp_path / "params.yaml").write_text(render(preset("default")))
+    assert figures.main([], tmp_path) == 0 and page.read_text() != table

@@ -129,7 +129,13 @@ def test_refused_presets_write_nothing(arguments: list[str], named: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1, 2]", "a: {", *(f"compression:\n  ratio: {each}\n" for each in ("7", "0.7.5"))]
+    "content",
+    [
+        "",
+        "[1, 2]",
+        "a: {",
+        *(f"compression:\n  ratio: {each}\n" for each in ("7", "0.7.5", "[0.75", "@x", "false", "nan")),
+    ],
 )
 def test_any_other_file_counts_as_changed(content: str) -> None:
     assert not is_rendered(content) and is_rendered(render(preset("default", 1e-5)))

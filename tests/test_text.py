@@ -159,7 +159,10 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
     lines = write(tmp_path, "a.jsonl", '{"body": "one\u2028x", "n": 1}\n\n{"body": "two"}\r\n{"body": ""}\n')
     assert load_documents(lines, split="train", field="body") == ["one\u2028x", "two", ""]
     assert load_documents(lines, split="train", field="body", max_documents=1) == ["one\u2028x"]
-    for name, content in (("a.json", '["one", %s, {"text": "two"}]'), ("b.jsonl", '"one"\n%s\n{"text": "two"}')):
+    lines = '"one"\n%s\n{"text": "two"}'
+    for name, content in (
+        ("a.json", '["one", %s, {"text": "two"}]'), ("b.jsonl", lines), ("c.ndjson", lines), ("d.jsonlines", lines),
+    ):  # fmt: skip
         chat = [{"role": "user", "content": "hello"}]
         path = write(tmp_path, name, content % json.dumps(chat))
         assert load_documents(path, split="train") == ["one", chat, "two"]
@@ -182,6 +185,8 @@ def test_jsonl_and_json(tmp_path: Path) -> None:
         ("a.jsonl", "", r"a\.jsonl' holds no text"),
         ("a.json", "", r"a\.json' holds no text"),
         ("a.json", "[]", r"a\.json' holds no text"),
+        ("a.txt", "t\0e\0x\0t\0", r"a\.txt: not UTF-8 text \(it has NUL characters\)"),
+        ("a.jsonl", "1" * 5000, r"a\.jsonl, line 1: not JSON"),
         ("a.csv", "text\nx", r"a\.csv: \.csv files are not read; write it as \.jsonl"),
     ],
 )  # fmt: skip

@@ -102,6 +102,7 @@ def few_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 def test_lm_evals_whole_index_is_read() -> None:
     check_tasks({"mmlu_anatomy": None, "lambada_openai": None})
+    raises(ParameterError, "the task gsm8k has no accuracy", check_tasks, {"gsm8k": None})
 
 
 def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -115,6 +116,27 @@ def test_failures_name_the_remedy(few_tasks: None, tmp_path: Path, tiny_tokenize
     for split in ("test", "validation"):
         (tmp_path / f"piqa.{split}.jsonl").write_text("{}")
     raises(DataError, r"found piqa\.test\.jsonl, piqa\.validation\.jsonl", local_data, tmp_path, ["piqa"])
+
+
+@pytest.mark.parametrize(
+    ("task", "item", "answer"),
+    [
+        ("piqa", {"goal": "", "sol1": "", "sol2": "", "label": -1}, {"label": 1}),
+        ("piqa", {"goal": "", "sol1": "", "sol2": "", "label": "0"}, {"label": 0}),
+        ("winogrande", {"sentence": "", "option1": "", "option2": "", "answer": ""}, {"answer": "2"}),
+        ("hellaswag", {"ctx_a": "", "ctx_b": "", "activity_label": "", "endings": [""], "label": ""}, {"label": "0"}),
+    ],
+)
+def test_items_without_answers_are_refused(
+    task: str, item: dict[str, Any], answer: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(item | answer) + "\n" + json.dumps(item))
+    raises(DataError, "line 2: the answer is not among the choices; give labelled items", check_tasks, {task: path})
+    path.write_text("\ufeff" + json.dumps(item | answer), encoding="utf-8")
+    check_tasks({task: path})
+    path.write_text(json.dumps(item), encoding="utf-16")
+    raises(DataError, "not UTF-8 text", check_tasks, {task: path})
 
 
 def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Path) -> None:
@@ -139,6 +161,7 @@ def test_stage_scores_both_models_on_the_same_items(prepared: Path, arc_file: Pa
         ('{"question": "Who?", "choices": {}}', r"line 3: column 'answerKey' does not exist; arc_easy needs question"),
         ("[1]", r"line 3: a JSON list; every line must be an object"),
         ("{", r"line 3: not JSON"),
+        ('{"question": "Who?", "choices": {"label": ["A"]}, "answerKey": ""}', "line 3: the answer is not among the"),
     ],
 )
 def test_a_file_of_another_schema_is_refused_by_line(arc_file: Path, line: str, message: str) -> None:

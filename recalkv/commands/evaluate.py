@@ -31,7 +31,7 @@ def evaluate(
     field: Annotated[str, typer.Option(help=describe(EvaluationParams.model_fields["field"]))] = "text",
     tasks: Annotated[str, typer.Option(help="Comma-separated lm-eval tasks; data from the hub, or from --items.")] = "",
     items: Annotated[Path | None, typer.Option(help="Folder of TASK.SPLIT.jsonl in the hub's format.")] = None,
-    limit: Annotated[int, typer.Option(help="Items of each task.", min=2)] = 100,
+    limit: Annotated[int | None, typer.Option(help="Items of each task; default 100.", min=2)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Quick run: about a minute for a small model.")] = False,
     out: Annotated[
         Path | None,
@@ -50,8 +50,9 @@ def evaluate(
         place = out or (home / "evaluation.md" if home.is_dir() and not is_stage_output(home) else elsewhere)
         _check_place(place)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
-        if items is not None and not names:
-            raise ParameterError(f"--items {items} are those of --tasks, which names none; name the tasks.")
+        for option, given in (("--items", items), ("--limit", limit)):
+            if given is not None and not names:
+                raise ParameterError(f"{option} {given} is for --tasks, which names none; name the tasks.")
         found: dict[str, Path | None] = dict.fromkeys(names)
         if names:
             from recalkv.evaluation.suites.items import local_data
@@ -67,8 +68,11 @@ def evaluate(
         from recalkv.model.device import device_of
         from recalkv.reports.comparison import page, write
         from recalkv.text.corpora import load_tokenizer, main_documents, main_windows
+        from recalkv.text.documents import check_name
         from recalkv.text.windows import joined_tokens
 
+        for each in text:
+            check_name(each)
         shown = {each: public_name(each) for each in dict.fromkeys(text)}
         if len(set(shown.values())) < len(shown):
             raise ParameterError(f"--text: two files have one name, of {', '.join(shown)}; rename one.")
@@ -93,7 +97,7 @@ def evaluate(
                 _check_place(place)
             tokenizer = load_tokenizer(folder)
             wanted = possible(
-                replace(QUICK if quick else FULL, tasks=found, limit=limit),
+                replace(QUICK if quick else FULL, tasks=found, limit=limit or 100),
                 positions_of(folder),
                 exact=exact_window_of(folder),
             )
@@ -104,7 +108,11 @@ def evaluate(
             windows = {each: main_windows(tokenizer, own, documents[each]) for each, own in texts.items()}
             haystack = joined_tokens(tokenizer, documents[shown[text[0]]])
             figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _printed_steps())
-        written = write(figures, spec, place)  # before standard output, which may be closed
+        try:
+            written = write(figures, spec, place)  # before standard output, which may be closed
+        except Exception:
+            print(page(figures, spec))  # figures that took long are not lost
+            raise
         print(page(figures, spec))
         print(f"written to {', '.join(map(str, written))}")
 
@@ -129,8 +137,9 @@ def _check_place(place: Path) -> None:
     if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
     beside = place.with_suffix(".json")
-    if beside.exists() and "perplexity" not in held_json(beside):
-        raise ParameterError(f"--out {place} would replace {beside}, which holds no evaluation; name another file.")
+    for each in (beside, place):
+        if each.exists() and "perplexity" not in held_json(beside):
+            raise ParameterError(f"--out {place} would replace {each}, which holds no evaluation; name another file.")
 
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path, bool]:
@@ -185,7 +194,7 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
     """
     from recalkv.evaluation.comparison import QUICK, compare, exact_window_of, positions_of, possible
     from recalkv.model.modeling import register
-    from recalkv.reports.comparison import WITHIN, advice, write
+    from recalkv.reports.comparison import WITHIN, advice, with_error, write
     from recalkv.text.corpora import held_out_windows, load_tokenizer
     from recalkv.text.windows import joined_tokens
 
@@ -200,18 +209,18 @@ def quick_check(out: Path, dense: Path, texts: Any, calibration: Any, device: An
         names = ", ".join(map(public_name, texts))
         haystack = joined_tokens(tokenizer, next(iter(texts.values())))
         figures, spec = compare(out, dense, {f"{names}, held out": held_out}, haystack, wanted, device)
+        write(figures, spec, out / "evaluation.md")
     except Exception as error:  # the checkpoint is written in any case
         kind = "" if isinstance(error, ReCalKVError) else f"{type(error).__name__}: "
         hint = "give more text" if isinstance(error, DataError) else "`recalkv eval` can be run later"
         print(f"not evaluated: {kind}{error} ({hint})")
         return
-    write(figures, spec, out / "evaluation.md")
     own, cache = figures["perplexity"], figures["cache"]
     needle = figures.get("needle")
     digits = f", digits found {needle['compressed']['found']:.0%} ({needle['dense']['found']:.0%})" if needle else ""
     print(
         f"{out / 'evaluation.md'}: perplexity {own['compressed']:.2f} ({own['dense']:.2f}), excess "
-        f"{own['excess_nats']:.4f} ± {own['excess_standard_error_nats']:.4f} nats, KL {own['kl_nats']:.4f}, top-1 "
+        f"{with_error(own, 'excess')} nats, KL {own['kl_nats']:.4f}, top-1 "
         f"{own['top1_agreement']:.1%}, {cache['compressed_bytes_per_token']:,.0f} bytes per token "
         f"({cache['reference_bytes_per_token']:,.0f}){digits}; dense in brackets; {time.monotonic() - start:.0f} s"
     )

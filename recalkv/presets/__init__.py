@@ -77,8 +77,11 @@ def describe(field: FieldInfo) -> str:
 def is_rendered(text: str) -> bool:
     """Whether a parameter file was written by :func:`render` and not changed, except for its ratio."""
     found = re.search(r"^  ratio: (\S+)\s", text, re.MULTILINE)
-    ratio = yaml.safe_load(found[1]) if found else 0.0
-    if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+    try:
+        ratio = float(found[1]) if found else 0.0
+    except ValueError:
+        return False
+    if not 0 <= ratio < 1:
         return False
     return any(text == render(preset(name, ratio)) for name in preset_names())
 

@@ -117,6 +117,12 @@ def _remedies(spec: LatentSpec | Codec, poor: list[str]) -> list[str]:
     return [f"try: {each}" for each in found]
 
 
+def with_error(own: Mapping[str, Any], figure: str) -> str:
+    """Return a figure in nats with its standard error, which one window does not give."""
+    value, error = own[f"{figure}_nats"], own[f"{figure}_standard_error_nats"]
+    return f"{value:.4f} ± {error:.4f}" if own["windows"] > 1 else f"{value:.4f}"
+
+
 def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
     """Render the page."""
     cache = figures["cache"]
@@ -126,8 +132,8 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
             f"{name}, {own['windows']} x {own['tokens_per_window']}",
             f"{own['dense']:.2f}",
             f"{own['compressed']:.2f}",
-            f"{own['excess_nats']:.4f} ± {own['excess_standard_error_nats']:.4f}",
-            f"{own['kl_nats']:.4f} ± {own['kl_standard_error_nats']:.4f}",
+            with_error(own, "excess"),
+            with_error(own, "kl"),
             f"{own['top1_agreement']:.1%}",
         ]
         for name, own in texts.items()
@@ -157,7 +163,8 @@ def page(figures: Mapping[str, Any], spec: LatentSpec | Codec) -> str:
         "",
         markdown(["text, windows", "dense", "compressed", "excess", "KL", "top-1"], rows),
         "",
-        f"Perplexity; nats per token, standard errors over documents. Weights and exact tokens are {figures['dtype']}; "
+        f"Perplexity; nats per token, standard errors over documents (over the windows of one). Weights and exact "
+        f"tokens are {figures['dtype']}; "
         f"the last {figures['decoded_tokens_per_window']} tokens of a window are decoded one by one from the cache.",
         "",
     ]

@@ -21,7 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recalkv.errors import ReCalKVError, ReportError
+from recalkv.presets import preset
 from recalkv.reports import tables
 from recalkv.reports.parameters import parameters
 
@@ -108,12 +111,20 @@ def measured_numbers(text: str) -> Iterator[tuple[int, str]]:
         yield prose.count("\n", 0, match.start()) + 1, match[0]
 
 
+def _has_defaults(path: Path) -> bool:
+    """Whether a parameter file, if there is one, has the values of the default preset."""
+    return not path.exists() or yaml.safe_load(path.read_text()) == preset("default").model_dump()
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = Path()) -> int:
     """Refresh or check pages; return 1 if a table fails or (with ``--check``) differs, or a number has no source."""
     parser = argparse.ArgumentParser(description="Rewrite the figures of pages from the reports that they name.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files, by default all; reports are here")
     parser.add_argument("--check", action="store_true", help="write nothing, and say what differs")
     options = parser.parse_args(arguments)
+    if not options.check and not _has_defaults(root / "params.yaml"):
+        print("params.yaml is not that of `recalkv preset default`, whose figures the pages have.", file=sys.stderr)
+        return 1
     faults = 0
     for page in options.pages or sorted(path for pattern in PAGES for path in root.glob(pattern)):
         text = page.read_text()

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,44 +115,60 @@ class Output(NamedTuple):
     name, command
         Name of the kind, and the command that writes it.
     made : Path to bool
-        Whether a folder is an output of this kind.
+        Whether a folder holds an output of this kind.
     parts
         Glob pattern of the files that a killed run leaves.
+    files
+        Patterns of all its files.
     """
 
     name: str
     command: str
     made: Callable[[Path], bool]
     parts: str
-
-
-_CODEC_FILES = {"codec.safetensors", "codec.json", "evaluation.json", "evaluation.md"}
-
-
-def _is_codec(folder: Path) -> bool:
-    # A codec may share a folder with its model's weights, which a new codec must not replace.
-    return _names(folder) <= _CODEC_FILES and "fingerprint" in held_json(folder / "codec.json")
+    files: tuple[str, ...]
 
 
 def is_stage_output(folder: Path) -> bool:
     """Whether a folder is an output of a DVC pipeline, whose next run would remove files that were added to it."""
     place = folder.resolve()
-    locks = [(above, above / "dvc.lock") for above in place.parents if (above / "dvc.lock").is_file()]
-    return any(f"path: {place.relative_to(above).as_posix()}\n" in lock.read_text() for above, lock in locks)
+    for above in place.parents:
+        # Pipelines in folders of a project name paths from its root.
+        patterns = ("dvc.lock", "*/dvc.lock", "*/*/dvc.lock") if (above / ".dvc").is_dir() else ("dvc.lock",)
+        name = f"path: {place.relative_to(above).as_posix()}\n"
+        if any(name in lock.read_text() for pattern in patterns for lock in above.glob(pattern)):
+            return True
+    return False
 
 
-def _names(folder: Path) -> set[str]:
+def _others(folder: Path, kind: Output) -> list[str]:
+    """List the files in a folder that are none of an output's."""
     # Leftovers of a killed :func:`write_whole` do not count.
-    return {entry.name for entry in folder.iterdir() if entry.suffix != ".partial"}
+    names = (entry.name for entry in folder.iterdir() if entry.is_file() and entry.suffix != ".partial")
+    return sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in kind.files))
 
 
+_PAGES = "README.md", "evaluation.md"
 CHECKPOINT = Output(
     "checkpoint",
     "compress",
     lambda folder: bool(held_json(folder / "config.json").get("recalkv")),
     "model-*-of-*.safetensors",
+    # Tokenizers have files of many names.
+    (
+        *(f"*.{kind}" for kind in ("safetensors", "json", "model", "tiktoken", "jinja")),
+        "merges.txt",
+        "vocab.txt",
+        *_PAGES,
+    ),
 )
-CODEC = Output("codec", "fit", _is_codec, "codec.safetensors")
+CODEC = Output(
+    "codec",
+    "fit",
+    lambda folder: "fingerprint" in held_json(folder / "codec.json"),
+    "codec.safetensors",
+    ("codec.safetensors", "codec.json", "evaluation.json", "evaluation.md"),
+)
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output = CHECKPOINT) -> None:
@@ -197,13 +214,13 @@ def check_output(out: Path, source: Path | None, overwrite: bool, kind: Output =
                 f"output folder {out} is not empty; {remedy}, remove it, or replace a {kind.name} by "
                 f"`recalkv {kind.command} --overwrite`."
             )
-        if not kind.made(place) or inner:
-            names = _names(place)
+        others = _others(place, kind)
+        if not kind.made(place) or inner or others:
             if inner:
                 found = f"the folder(s) {', '.join(inner)}"
-            elif kind is CODEC and "codec.json" in names > _CODEC_FILES & names:
-                # Weights or a card, which would be lost.
-                found = f"{', '.join(sorted(names - _CODEC_FILES))} beside the codec"
+            elif kind.made(place):
+                # Weights beside a codec, or notes, which would be lost.
+                found = f"{', '.join(others)} beside the {kind.name}"
             else:
                 found = f"no {kind.name} of ReCalKV"
             raise ParameterError(
@@ -230,7 +247,7 @@ def _is_held(folder: Path) -> bool:
 
 def _is_leftover(folder: Path, kind: Output) -> bool:
     """Whether a partial folder is empty or holds a complete or partial output, without foreign folders."""
-    if not folder.is_dir() or _foreign(folder) or (kind is CODEC and not _names(folder) <= _CODEC_FILES):
+    if not folder.is_dir() or _foreign(folder) or _others(folder, kind):
         return False
     return any(folder.glob(kind.parts)) or not any(folder.iterdir()) or kind.made(folder)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError
 from recalkv.params import CalibrationParams, EvaluationParams, parse_section, public_name
 from recalkv.text.chat import Document, plain_text
-from recalkv.text.documents import given_documents, load_documents
+from recalkv.text.documents import check_name, given_documents, load_documents
 from recalkv.text.windows import (
     Windows,
     check_shares,
@@ -73,6 +73,8 @@ def calibration_documents(wanted: CalibrationParams) -> dict[str, list[Document]
     DataError
         If a text cannot be loaded or is empty.
     """
+    for text in wanted.text:
+        check_name(text)
     if len({Path(text).resolve() for text in wanted.text}) < len(wanted.text):
         raise ParameterError(f"calibration.text={wanted.text} has a text twice; name each once.")
     check_shares(wanted.samples, wanted.text)

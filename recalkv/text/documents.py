@@ -21,10 +21,14 @@ from recalkv.text.wikitext import prose
 
 _ARTICLES = "test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 _NEWS = "test/test_data/lee_background.cor"
-_LOCAL = (".txt", ".raw", ".json", ".jsonl")
+_LINES = (".jsonl", ".ndjson", ".jsonlines")
+_LOCAL = (".txt", ".raw", ".json", *_LINES)
 _TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _MOST = 10_000
 """Rows read from a hub dataset without a short name, unless another number is requested, or from a stream."""
+
+_LONGEST_NAME = 255
+"""Maximum characters of a dataset name or path."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ def load_documents(name: str, *, split: str, field: str = "text", max_documents:
     DataError
         If the data cannot be loaded, contain no text, or do not match the arguments.
     """
+    check_name(name)
     if max_documents is not None and max_documents < 1:
         raise DataError(f"max_documents={max_documents} must be at least 1, or null for all documents.")
     if name in _EMBEDDED:
@@ -101,6 +106,17 @@ def load_documents(name: str, *, split: str, field: str = "text", max_documents:
     if not any(plain_text(document).strip() for document in chosen):
         raise DataError(f"{name!r} holds no text; choose another data set, or `embedded`.")
     return chosen
+
+
+def check_name(name: str) -> None:
+    """Refuse a text in place of a name of one.
+
+    Raises
+    ------
+    DataError
+    """
+    if len(name) > _LONGEST_NAME or "\n" in name:
+        raise DataError(f"a text of {len(name)} characters is given as a name; write it to a file, and name that.")
 
 
 def given_documents(data: Any) -> list[Document]:
@@ -142,7 +158,9 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
         raise DataError(f"{path}: {kind} files are not read; write it as .jsonl, as by `to_json` of `datasets`.")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if kind == ".jsonl":
+        if "\0" in text:
+            raise DataError(f"{path}: not UTF-8 text (it has NUL characters); convert it, as by `iconv`.")
+        if kind in _LINES:
             for number, line in enumerate(text.split("\n"), start=1):  # splitlines() splits at more characters
                 where = f"{path}, line {number}"
                 if line.strip():
@@ -155,7 +173,9 @@ def _local_documents(path: Path, field: str) -> Iterator[Document]:
                 yield _document(row, field, f"{path}, item {number}")
         else:
             yield text
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); name a readable file.") from error
+    except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             number = error.object.count(b"\n", 0, error.start) + 1
             raise DataError(f"{path}, line {number}: not UTF-8 text: {error}; convert it, as by `iconv`.") from error

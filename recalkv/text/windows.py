@@ -141,7 +141,7 @@ def _evenly(count: int, places: int) -> list[int]:
 def _too_short(tokens: int, window: int) -> DataError:
     return DataError(
         f"the evaluation text has {tokens} tokens, fewer than one window of {window}; use a longer text, or a shorter "
-        f"window (evaluation.window; --quick of `recalkv eval`)."
+        f"window (`recalkv eval --quick` has one; evaluation.window in a pipeline)."
     )
 
 

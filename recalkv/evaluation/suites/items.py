@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,13 @@ def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     DataError
         If a line is not a JSON object; the message names the line.
     """
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, _row(path, number, line)
+    with path.open(encoding="utf-8-sig") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _row(path, number, line)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 text: {error}; convert it, as by `iconv`.") from error
 
 
 def first_columns(path: Path) -> set[str]:
@@ -68,20 +71,27 @@ def first_columns(path: Path) -> set[str]:
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not JSON: {error}; correct or remove the line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: a JSON {type(row).__name__}; every line must be an object.")
     return row
 
 
-def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
-    """Refuse a .jsonl file with a line that lacks a column.
+def check_columns(
+    task: str, path: Path, needed: Sequence[str], answered: Callable[[dict[str, Any]], bool] | None = None
+) -> None:
+    """Refuse a .jsonl file with a line that lacks a column, or an answer.
+
+    Parameters
+    ----------
+    answered
+        Whether an item with all columns has an answer among its choices; None to accept any.
 
     Raises
     ------
     DataError
-        If a column is missing (the message names it and the line), or the file has no items.
+        If a column is missing (the message names it and the line) or an answer is, or the file has no items.
     """
     empty = True
     for number, row in json_rows(path):
@@ -92,6 +102,11 @@ def check_columns(task: str, path: Path, needed: Sequence[str]) -> None:
                     f"{path}, line {number}: column {column!r} does not exist; {task} needs {', '.join(needed)}, as "
                     f"its set on the hub has them."
                 )
+        if answered is not None and not answered(row):
+            raise DataError(
+                f"{path}, line {number}: the answer is not among the choices; give labelled items (test splits on the "
+                f"hub may have no labels)."
+            )
     if empty:
         raise DataError(f"{path} holds no items; fetch it again.")
 

@@ -4,7 +4,7 @@ lm-eval is imported lazily, so that the rest of the package works without it.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
     Raises
     ------
     ParameterError
-        If a task is unknown.
+        If a task is unknown, or generates text.
     DataError
-        If a file is missing, or lacks a column of the task's hub dataset.
+        If a file is missing, or lacks a column of the task's hub dataset or an answer.
     """
     with quiet():
         known = _known_tasks(tasks)
@@ -99,11 +99,15 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
             f"lm-eval has no single task {', '.join(unknown)}; `lm-eval ls subtasks` lists all, and the paper's are "
             f"{', '.join(PAPER_TASKS)}."
         )
+    index = _task_manager(tasks).task_index
     for name, path in tasks.items():
+        # Others that inherit their type from another file are found when they have run.
+        if index[name].cfg.get("output_type") in ("generate_until", "loglikelihood_rolling"):
+            raise ParameterError(f"the task {name} has no accuracy; choose a multiple-choice task.")
         if path is not None:
             if not path.exists():
                 raise DataError(f"{path} does not exist; give a .jsonl file in the schema of {name}'s set on the hub.")
-            check_columns(name, path, _COLUMNS.get(name, ()))
+            check_columns(name, path, _COLUMNS.get(name, ()), _ANSWERED.get(name))
 
 
 def zero_shot(
@@ -268,3 +272,19 @@ _COLUMNS = {
     "arc_challenge": ("question", "choices", "answerKey"),
     "winogrande": ("sentence", "option1", "option2", "answer"),
 }
+
+
+def _has_answer_key(item: Mapping[str, Any]) -> bool:
+    choices = item["choices"]
+    return isinstance(choices, dict) and item["answerKey"] in choices.get("label", ())
+
+
+_ANSWERED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "openbookqa": _has_answer_key,
+    "hellaswag": lambda item: str(item["label"]) in map(str, range(len(item["endings"]))),
+    "piqa": lambda item: item["label"] in (0, 1),
+    "arc_easy": _has_answer_key,
+    "arc_challenge": _has_answer_key,
+    "winogrande": lambda item: item["answer"] in ("1", "2"),
+}
+"""Whether an item has an answer among its choices; lm-eval scores an item without one as wrong."""
