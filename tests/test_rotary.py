@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from recalkv.errors import ParameterError
+from recalkv.model.residual_window import _kept_mask
 from recalkv.model.rotary import check_positions
-from tests.tiny import compressed_pair, windows
+from tests.tiny import attending_layers, compressed_pair, windows
 
 PREPARED = torch.ones(2, 1, 3, 9, dtype=torch.bool)
 
@@ -127,3 +128,74 @@ def test_single_tokens_on_a_gpu_and_compiled_models_are_not_looked_at(monkeypatc
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     step(2)
     assert len(seen) == 3
+
+
+def overwriting() -> Any:
+    """Return a backend that overwrites what a compiled graph returned when the next one runs, as CUDA graphs may."""
+    kept: list[Tensor] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            given = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)}
+            for each in kept:
+                each.fill_(float("nan"))
+            results = graph.forward(*arguments)
+            kept[:] = [
+                each
+                for each in results
+                if isinstance(each, Tensor)
+                and each.is_floating_point()
+                and each.untyped_storage().data_ptr() not in given
+            ]
+            return results
+
+        return run
+
+    return backend
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
+def test_compiled_steps_keep_no_table_that_cuda_graphs_overwrite(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recalkv.model.rotary._GRAPHED", {"cpu"})
+    _, model, _ = compressed_pair(family, layers=2)
+    ids, cache = windows(1, 28), StaticCache(model.config, max_cache_len=64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=overwriting())
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        found = [compiled(ids[:, k : k + 1], past_key_values=cache).logits.clone() for k in range(20, 28)]
+        torch.testing.assert_close(torch.cat(found, 1), model(ids).logits[:, 20:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
+def test_generation_makes_tables_before_its_compiled_steps(family: str) -> None:
+    _, model, _ = compressed_pair(family, layers=2)
+    settings = CompileConfig(backend=overwriting(), mode=None, fullgraph=False)
+    settings._compile_all_devices = True  # type: ignore[attr-defined]
+    torch._dynamo.reset()
+    generate = functools.partial(model.generate, windows(1, 20), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    found = generate(cache_implementation="static", compile_config=settings)
+    assert torch.equal(found, generate(cache_implementation="static"))
+
+
+class _InTwoPieces(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        cache = DynamicCache(config=self.model.config)
+        parts = [self.model(each, past_key_values=cache).logits for each in (ids[:, :20], ids[:, 20:])]
+        return torch.cat(parts, 1)
+
+
+def test_an_export_leaves_the_model_as_it_was() -> None:
+    _, model, _ = compressed_pair("llama-gqa", method="loss-aware", bits="mixed", ratio=0.6, exact_window=8)
+    ids, pieces = windows(2, 40), _InTwoPieces(model).eval()
+    for layer in attending_layers(model):
+        layer.self_attn.slots.forget_tables()
+    _kept_mask.cache_clear()
+    with torch.no_grad():
+        exported = torch.export.export(pieces, (ids,), strict=False).module()
+        torch.testing.assert_close(pieces(ids), model(ids).logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(exported(ids), pieces(ids), rtol=1e-3, atol=1e-3)

@@ -102,7 +102,11 @@ class LatentModelMixin:
                 cache.activate_past_recording()
         if (cache := kwargs.get(CACHE)) is not None:
             # Done here because a compiled forward pass cannot do it.
-            attentions = (each for each in self.modules() if isinstance(each, LatentAttention))  # type: ignore[attr-defined]
+            attentions = [each for each in self.modules() if isinstance(each, LatentAttention)]  # type: ignore[attr-defined]
+            if cache.is_compileable and generation_config.max_length:
+                # On CUDA, compiled steps would compute tables that are not there anew each time.
+                for each in attentions:
+                    each.slots.upto(generation_config.max_length, each.q_proj.weight, torch.tensor(0))
             places = [each.layer_idx for each in attentions if each.exact_window]
             with_recent(cache, [index for index in places if index < len(cache.layers)])
         return result

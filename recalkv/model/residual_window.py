@@ -109,6 +109,7 @@ def blocks(
         extent = start - queries, stop - queries, offset, far, first - recent, last - recent, recent, window
         # Masks of longer passes would evict each other from the LRU cache before any reuse.
         shared = isinstance(seen, int) and queries <= _SHARED * _QUERIES and far <= _SHARED_SLOTS
+        shared = shared and not torch.compiler.is_compiling()  # exported masks have no content
         allowed = (_kept_mask if shared else _mask)(*extent, sliding, causal, seen, device)
         if mask is None:
             given = allowed[None, None]

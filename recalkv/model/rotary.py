@@ -18,6 +18,9 @@ from recalkv.model.support import AttentionGeometry, layer_attention_types
 _FAR = 1 << 62
 """Larger than any slot."""
 
+_GRAPHED = frozenset({"cuda"})
+"""Types of devices on which the next run of a compiled step may overwrite what a run has made: CUDA graphs do."""
+
 
 class SlotRotary:
     """Rotary tables by cache slot, grown by doubling and shared by layers with the same rotation on the same device.
@@ -100,7 +103,10 @@ class SlotRotary:
                 still = like.new_ones(1, size, 0), like.new_zeros(1, size, 0)
                 cos, sin = self.widened(self._rotary(like, positions, *types) if self._uses_rope else still)
                 # In a model split over several devices, the rotary module may be on another one.
-                self._tables[key] = tables = cos[0].to(like.device), sin[0].to(like.device)
+                tables = cos[0].to(like.device), sin[0].to(like.device)
+            overwritten = torch.compiler.is_compiling() and like.device.type in _GRAPHED
+            if type(tables[0]) is Tensor and not overwritten:  # exported tensors have no content
+                self._tables[key] = tables
         return tables
 
     def forget_tables(self) -> None:
