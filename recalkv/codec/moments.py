@@ -163,9 +163,9 @@ def take_moments(
             f"codec: calibration.length={length} must be at least {SINKS + 2}: two tokens after the {SINKS} sinks; use "
             f"longer windows (--length)."
         )
-    own, served = (rotations, rotations) if rotations is not None else _measured(model, length, context)
+    at_length, at_context = (rotations, rotations) if rotations is not None else _measured(model, length, context)
     mixed = precision == "bfloat16" and next(model.parameters()).dtype is torch.float32
-    sums, prior = _Sums(own), max(1, (samples + 1) // 2)
+    sums, prior = _Sums(at_length), max(1, (samples + 1) // 2)
     with watching(model, sums.add_means), torch.no_grad():
         for number, window in enumerate(windows[:prior]):
             _forward(model, window, mixed)
@@ -183,7 +183,7 @@ def take_moments(
             sums.check_gradients(model)
             progress("moments", number + 1, samples)
     # Free each layer's sums as its moments are made: they are large for wide models.
-    return {layer: _finished(sums.sides.pop(layer), served.get(layer), context) for layer in sorted(sums.sides)}
+    return {layer: _finished(sums.sides.pop(layer), at_context.get(layer), context) for layer in sorted(sums.sides)}
 
 
 def _measured(model: Any, length: int, context: int) -> tuple[dict[int, Rotation], dict[int, Rotation]]:

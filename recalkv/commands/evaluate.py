@@ -79,15 +79,15 @@ def evaluate(
         where = device_of(device)
         if codec is not None and dense:
             raise ParameterError(f"--codec {codec} is measured on MODEL itself; leave out --dense {dense}.")
-        own = None if codec is None else Codec.load(codec)
+        fitted = None if codec is None else Codec.load(codec)
         # Before a model is downloaded for them.
         documents = {
             name: main_documents(EvaluationParams(text=each, split=split, field=field)) for each, name in shown.items()
         }
         with tempfile.TemporaryDirectory(prefix="recalkv-") as scratch:
-            folder, reference, known = _models(small, dense, own, Path(scratch))
+            folder, reference, known = _models(small, dense, fitted, Path(scratch))
             files = {name for each, name in shown.items() if Path(each).is_file()}
-            calibrated, part = _calibrated_on(own, folder)
+            calibrated, part = _calibrated_on(fitted, folder)
             for name in sorted(calibrated & set(shown.values())):
                 if name in files or split == part:
                     what = f"a file {name}" if name in files else f"the {split} part of {name}"
@@ -105,9 +105,9 @@ def evaluate(
                 name: wanted.evaluation.model_copy(update={"text": each, "split": split, "field": field})
                 for each, name in shown.items()
             }
-            windows = {each: main_windows(tokenizer, own, documents[each]) for each, own in texts.items()}
+            windows = {name: main_windows(tokenizer, each, documents[name]) for name, each in texts.items()}
             haystack = joined_tokens(tokenizer, documents[shown[text[0]]])
-            figures, spec = compare(own or folder, reference, windows, haystack, wanted, where, _printed_steps())
+            figures, spec = compare(fitted or folder, reference, windows, haystack, wanted, where, _printed_steps())
         try:
             written = write(figures, spec, place)  # before standard output, which may be closed
         except Exception:

@@ -169,7 +169,7 @@ def possible(wanted: Wanted, positions: int, text: int = sys.maxsize, exact: int
 
 
 def compare(
-    own: Path | Codec,
+    compressed: Path | Codec,
     dense: Path,
     windows: Mapping[str, Windows],
     haystack: Tensor,
@@ -181,7 +181,7 @@ def compare(
 
     Parameters
     ----------
-    own
+    compressed
         Folder of the compressed model, or a codec for the dense model.
     dense
         Folder of the dense model.
@@ -198,25 +198,25 @@ def compare(
     Raises
     ------
     CheckpointError
-        If ``own`` is not a compressed model, or is a codec of another model.
+        If ``compressed`` is not a compressed model, or is a codec of another model.
     ModelUnavailableError
         If the device has too little memory for one of the models.
     """
     register()
-    folder = dense if isinstance(own, Codec) else own
+    folder = dense if isinstance(compressed, Codec) else compressed
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    spec = own if isinstance(own, Codec) else LatentSpec.from_config(config)
+    spec = compressed if isinstance(compressed, Codec) else LatentSpec.from_config(config)
     wanted = possible(wanted, positions_of(folder), len(haystack))
     dtypes = _dtypes({dense, folder}, wanted.evaluation.precision, device)
     tokenizer = load_tokenizer(folder)
     model = load_model(dense, device, dtypes[dense])
-    if isinstance(own, Codec):
-        stop_codec(use_codec(model, own))  # refuse a codec of another model early
+    if isinstance(compressed, Codec):
+        stop_codec(use_codec(model, compressed))  # refuse a codec of another model early
     progress("dense")
     first = measure(model, tokenizer, windows, haystack, wanted, None, progress)
-    if isinstance(own, Codec):
+    if isinstance(compressed, Codec):
         progress("codec")
-        last = measure(use_codec(model, own), tokenizer, windows, haystack, wanted, first, progress)
+        last = measure(use_codec(model, compressed), tokenizer, windows, haystack, wanted, first, progress)
         return figures(first, last, spec, wanted, device), spec
     del model
     model = load_model(folder, device, dtypes[folder])

@@ -74,7 +74,7 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
             f"use_codec takes a loaded model and a codec or its folder, in this order; given are a "
             f"{type(model).__name__} and a {type(codec).__name__}."
         )
-    own = codec if isinstance(codec, Codec) else Codec.load(codec)
+    loaded = codec if isinstance(codec, Codec) else Codec.load(codec)
     base = _base(model)
     if getattr(base, "config", None) is None:
         raise UnsupportedModelError(
@@ -85,14 +85,14 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
             f"codec: this {type(base).__name__} caches latents already; a codec is for the dense model it came from."
         )
     _check_whole(base)
-    if check and own.fingerprint and own.fingerprint != (found := model_fingerprint(base)):
+    if check and loaded.fingerprint and loaded.fingerprint != (found := model_fingerprint(base)):
         raise CheckpointError(
-            f"codec: it was fitted to another model, {own.record.get('model') or 'whose name it does not have'} "
-            f"(fingerprint {own.fingerprint}), than this {type(base).__name__} ({found}); fit one to this model by "
+            f"codec: it was fitted to another model, {loaded.record.get('model') or 'whose name it does not have'} "
+            f"(fingerprint {loaded.fingerprint}), than this {type(base).__name__} ({found}); fit one to this model by "
             f"`recalkv fit`."
         )
     if check:
-        check_rope(own.record, base.config)
+        check_rope(loaded.record, base.config)
     if any(name.endswith("inv_freq") and buffer.itemsize == 2 for name, buffer in base.named_buffers()):
         warnings.warn(
             f"codec: `.to(dtype)` has rounded the RoPE frequencies of this {type(base).__name__}, which costs accuracy "
@@ -100,16 +100,18 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
             stacklevel=2,
         )
     modules = {int(module.layer_idx): module for module in base.modules() if _attends(module)}
-    missing = sorted(set(own.layers) - set(modules))
+    missing = sorted(set(loaded.layers) - set(modules))
     if missing:
         raise CheckpointError(f"codec: it has layers {missing}, but {type(base).__name__} does not; fit it again.")
     if any(each.is_cuda for each in base.parameters()):
         kernel()  # load it before anything is traced
         # Put each layer on the GPU of its weights: decoding steps would otherwise wait for the copy.
-        places = {index: _device(modules[index]) for index in own.layers}
-        moved = {index: layer.on(places[index]) for index, layer in own.layers.items() if places[index].type == "cuda"}
-        own = replace(own, layers={**own.layers, **moved})
-    for layer in own.layers.values():
+        places = {index: _device(modules[index]) for index in loaded.layers}
+        moved = {
+            index: layer.on(places[index]) for index, layer in loaded.layers.items() if places[index].type == "cuda"
+        }
+        loaded = replace(loaded, layers={**loaded.layers, **moved})
+    for layer in loaded.layers.values():
         layer.prepare()
     stop_codec(base)  # not earlier: a refused codec leaves the model unchanged
     before = attention_names(base)
@@ -122,10 +124,10 @@ def use_codec(model: Any, codec: Codec | str | Path, check: bool = True) -> Any:
     vars(base).update(_METHODS)
     for module in base.modules():
         if _attends(module):
-            module.recalkv_codec = own
+            module.recalkv_codec = loaded
     hooked = {id(each): each for each in (base, base.base_model, base.get_decoder()) if _takes_cache(each)}
     base.recalkv_hooks = [
-        each.register_forward_pre_hook(_CacheHook(own, base, each), with_kwargs=True) for each in hooked.values()
+        each.register_forward_pre_hook(_CacheHook(loaded, base, each), with_kwargs=True) for each in hooked.values()
     ]
     return model
 

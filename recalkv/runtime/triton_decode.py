@@ -155,8 +155,8 @@ def attend_kernel(
     query_at = query_ptr + place[:, None] * key_width + in_chunk[None, :]
     unit = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for begin in range(0, keys, CHUNK):
-        own = row_ok & (begin + in_chunk < keys)[None, :]
-        query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32)
+        ok = row_ok & (begin + in_chunk < keys)[None, :]
+        query = tl.load(query_at + begin, mask=ok, other=0.0).to(tl.float32)
         unit = tl.maximum(unit, tl.max(tl.abs(query), axis=1))
     unit = tl.where(unit > 0, unit, 1.0)[:, None]
     mean_at = mean_ptr + place[:, None] * (2 * pairs) + pair[None, :]
@@ -187,17 +187,17 @@ def attend_kernel(
         scores = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         # Not pipelined: registers are scarce.
         for begin in tl.range(0, keys, CHUNK, num_stages=1):
-            own = row_ok & (begin + in_chunk < keys)[None, :]
-            query = tl.load(query_at + begin, mask=own, other=0.0).to(tl.float32) / unit
+            ok = row_ok & (begin + in_chunk < keys)[None, :]
+            query = tl.load(query_at + begin, mask=ok, other=0.0).to(tl.float32) / unit
             key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK)
             scores = tl.dot(query.to(key.dtype), key, scores, input_precision="ieee")
         scores *= unit
         # Mean-key scores: queries rotated to the start of the tile, times the rotations of places within a tile.
         # Not pipelined: the operands would take all registers.
         for begin in tl.range(0, pairs, BLOCK_H, num_stages=1):
-            own = row_ok & (begin + pair < pairs)[None, :]
-            mean_cos = tl.load(mean_at + begin, mask=own, other=0.0)
-            mean_sin = tl.load(mean_at + pairs + begin, mask=own, other=0.0)
+            ok = row_ok & (begin + pair < pairs)[None, :]
+            mean_cos = tl.load(mean_at + begin, mask=ok, other=0.0)
+            mean_sin = tl.load(mean_at + pairs + begin, mask=ok, other=0.0)
             cos, sin = _cos_sin(anchors_ptr, tile * BLOCK_N + offset, begin + pair, padded)
             cos, sin = cos[None, :], sin[None, :]
             at = within_at + begin * BLOCK_N
@@ -226,8 +226,8 @@ def attend_kernel(
     place = ((batch * runs + run).to(tl.int64) * groups + group) * queries + row
     partial_at = partial_ptr + place[:, None] * value_width + in_chunk[None, :]
     for chunk in tl.static_range(VALUES):
-        own = row_ok & (chunk * CHUNK + in_chunk < value_width)[None, :]
-        tl.store(partial_at + chunk * CHUNK, sums[chunk], mask=own)
+        ok = row_ok & (chunk * CHUNK + in_chunk < value_width)[None, :]
+        tl.store(partial_at + chunk * CHUNK, sums[chunk], mask=ok)
     tl.store(most_ptr + place, most, mask=row < queries)
     tl.store(sum_ptr + place, weight, mask=row < queries)
 

@@ -64,36 +64,37 @@ class RowTables:
     @classmethod
     def of(cls, layout: DeviceLayout, warps: int) -> "RowTables":
         """Build the tables for ``warps`` warps, which share the coefficients of the values."""
-        room = max(1, *(len(own) for pair in layout.segments for own in pair))
+        room = max(1, *(len(segments) for pair in layout.segments for segments in pair))
         key_rows, value_rows, products, units, byte = [], [], [], [], 0
         for keys, values in layout.segments:
-            own_products: list[Any] = []
+            group_products: list[Any] = []
             row = number = 0
-            own: list[int] = []
+            key_fields: list[int] = []
             for segment in keys:
                 columns, count = _columns(segment)
                 behind = row + segment.row_bytes
-                own += [segment.bits, *_rows(segment, row), columns, len(own_products), behind, 0]
-                own_products += _products(segment.bits, columns, count, number)
+                key_fields += [segment.bits, *_rows(segment, row), columns, len(group_products), behind, 0]
+                group_products += _products(segment.bits, columns, count, number)
                 row, number = behind, number + segment.width
-            key_rows.append([len(keys), row, *own] + [0] * (8 * (room - len(keys))))
-            products.append(own_products)
+            key_rows.append([len(keys), row, *key_fields] + [0] * (8 * (room - len(keys))))
+            products.append(group_products)
             begin, row, number = byte + row, 0, 0
-            own, own_units = [], []
+            value_fields: list[int] = []
+            group_units: list[Any] = []
             for index, segment in enumerate(values):
                 columns, count = _columns(segment)
                 scale, *planes = _rows(segment, row)
-                own += [scale, _bits_of(curve_of(segment.bits)[2])]
-                own_units += [
+                value_fields += [scale, _bits_of(curve_of(segment.bits)[2])]
+                group_units += [
                     ([segment.bits, index, *planes, columns, unit], _tiles(unit, columns, count, number))
                     for unit in range(-(-columns // 8))
                 ]
                 row, number = row + segment.row_bytes, number + segment.width
-            value_rows.append([len(values), byte, row, number, *own] + [0] * (2 * (room - len(values))))
-            units.append(own_units)
+            value_rows.append([len(values), byte, row, number, *value_fields] + [0] * (2 * (room - len(values))))
+            units.append(group_units)
             byte = begin + row
         most_products = max(1, *map(len, products))
-        tiles = [[row for _, own in each for row in own] for each in units]
+        tiles = [[row for _, rows in group for row in rows] for group in units]
         most_tiles = max(1, *map(len, tiles))
 
         def table(numbers: Any) -> Tensor:
@@ -101,9 +102,9 @@ class RowTables:
 
         with torch.inference_mode(False):
             return cls(
-                table(key_rows), table(value_rows), table([_jobs(each, room, warps) for each in units]),
-                table([own + [[-1] * 16] * (most_tiles - len(own)) for own in tiles]),
-                table([own + [[[-1] * 4] * _LANES] * (most_products - len(own)) for own in products]),
+                table(key_rows), table(value_rows), table([_jobs(group, room, warps) for group in units]),
+                table([group + [[-1] * 16] * (most_tiles - len(group)) for group in tiles]),
+                table([group + [[[-1] * 4] * _LANES] * (most_products - len(group)) for group in products]),
             )  # fmt: skip
 
 
