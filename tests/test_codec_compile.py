@@ -42,7 +42,7 @@ def main(some: Sequence[str] = ()) -> int:
     types: dict[str, str] = {f"{name}_ptr": "*fp32" for name in names} | {"rows_ptr": "*u8", "query_ptr": "*fp16"}
     types |= {f"{name}_ptr": "*i32" for name in ("pages", "table", "places", "first", "length", "offset")}
     types |= {"block_stride": "i64", "tile_stride": "i64", "softcap": "fp32"}
-    for name in ("pages_stride", "numbers", "key_width", "value_width", "queries", "pairs", "capacity", "per_block"):
+    for name in ("pages_stride", "columns", "key_width", "value_width", "queries", "pairs", "capacity", "per_block"):
         types[name] = "i32"
     types = {name: types[name] for name in attend_kernel.arg_names if name in types}
     launches: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = [
@@ -54,7 +54,7 @@ def main(some: Sequence[str] = ()) -> int:
     types |= {"value_width": "i32", "runs": "i32"}
     own = {"BLOCK_R": 128, "COLUMNS": 32, "num_warps": 4, "num_stages": STAGES}
     launches.append(("combine, 128 runs", combine_kernel, types, own))
-    types = {f"{name}_ptr": "*fp32" for name in ("numbers", "levels")} | {"rows_ptr": "*u8"}
+    types = {f"{name}_ptr": "*fp32" for name in ("coefficients", "levels")} | {"rows_ptr": "*u8"}
     types |= {f"{name}_ptr": "*i32" for name in ("segments", "trail", "codes")}
     types |= dict.fromkeys(("tokens", "width", "octets_of_row"), "i32")
     types = {name: types[name] for name in pack_kernel.arg_names if name in types}

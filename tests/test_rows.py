@@ -163,7 +163,7 @@ def test_the_first_trial_wins_ties() -> None:
 def test_the_table_of_numbers_reads_what_rows_hold() -> None:
     own, start = numbers(20, WIDTH), 3
     rows = torch.cat([torch.full((20, start), 77, dtype=torch.uint8), pack(own, MIXED)], 1)
-    table = module.number_table(MIXED, start)
+    table = module.coefficient_table(MIXED, start)
     assert all(len(column) == WIDTH for column in table)
     octets = rows.int()
     high = (octets[:, table.first.long()] >> table.first_shift) & table.first_mask

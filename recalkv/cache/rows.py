@@ -43,10 +43,12 @@ class RowLayout:
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Unpack rows (..., row_bytes) uint8 to latents (..., width) of this dtype."""
         loops = compiled(_LOOPS) if serves(rows) else None
-        numbers = unpack(rows, self._whole) if loops is None else loops.unpack_rows(rows, self._whole)
+        coefficients = unpack(rows, self._whole) if loops is None else loops.unpack_rows(rows, self._whole)
         starts = itertools.accumulate((segment.width for segment in self._whole), initial=0)
         pieces = zip(starts, self.segments, strict=False)
-        return torch.cat([numbers[..., start : start + segment.width] for start, segment in pieces], dim=-1).to(dtype)
+        return torch.cat([coefficients[..., start : start + segment.width] for start, segment in pieces], dim=-1).to(
+            dtype
+        )
 
 
 def straight_through(rounded: Tensor, new: Tensor, end: int) -> Tensor:
@@ -64,14 +66,14 @@ def straight_through(rounded: Tensor, new: Tensor, end: int) -> Tensor:
 
 # A custom operator, so that tracing a model records one node: the trellis search works element by element.
 @torch.library.custom_op("recalkv::pack_rows", mutates_args=())
-def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
-    """Pack elements (..., width) float32 into rows; ``segments`` alternates the width and bits of each segment."""
+def _packed(coefficients: Tensor, segments: list[int]) -> Tensor:
+    """Pack coefficients (..., width) float32 into rows; ``segments`` alternates the width and bits of each segment."""
     whole = tuple(map(Segment, segments[::2], segments[1::2]))
-    loops = compiled(_LOOPS) if serves(numbers) else None
-    return pack(numbers, whole) if loops is None else loops.pack_rows(numbers, whole)
+    loops = compiled(_LOOPS) if serves(coefficients) else None
+    return pack(coefficients, whole) if loops is None else loops.pack_rows(coefficients, whole)
 
 
 @_packed.register_fake
-def _(numbers: Tensor, segments: list[int]) -> Tensor:
+def _(coefficients: Tensor, segments: list[int]) -> Tensor:
     octets = row_bytes([*map(Segment, segments[::2], segments[1::2])])
-    return numbers.new_empty((*numbers.shape[:-1], octets), dtype=torch.uint8)
+    return coefficients.new_empty((*coefficients.shape[:-1], octets), dtype=torch.uint8)

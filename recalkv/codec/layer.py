@@ -138,14 +138,14 @@ class LayerCodec:
         """Pack centered states (batch, kv heads, tokens, d) float32 into rows (batch, tokens, row bytes) uint8."""
         centered = keys, values
         flat = [each.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3) for each in centered]
-        numbers: list[Tensor] = []
+        coefficients: list[Tensor] = []
         segments: list[Segment] = []
         for group in range(self.groups):
             for states, codes in zip(flat, (self.keys, self.values), strict=True):
-                numbers.append(states[:, group] @ codes[group].into.to(states.device))
+                coefficients.append(states[:, group] @ codes[group].into.to(states.device))
                 segments += codes[group].segments
         # All codes in one call, which is one launch on a GPU.
-        return pack(torch.cat(numbers, -1), segments)
+        return pack(torch.cat(coefficients, -1), segments)
 
     def unpack_centered(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Undo :meth:`pack_centered`, up to the coding error: (batch, kv heads, tokens, d) float32."""
@@ -153,9 +153,9 @@ class LayerCodec:
         for group in range(self.groups):
             for own, codes in zip(pairs, (self.keys, self.values), strict=True):
                 code = codes[group]
-                numbers = unpack(rows[..., start : start + code.row_bytes], code.segments)
+                coefficients = unpack(rows[..., start : start + code.row_bytes], code.segments)
                 start += code.row_bytes
-                own.append(numbers @ code.back.to(rows.device))
+                own.append(coefficients @ code.back.to(rows.device))
         keys, values = (
             torch.stack(own, 1).unflatten(-1, (self.kv_heads_per_code, -1)).transpose(2, 3).flatten(1, 2)
             for own in pairs

@@ -14,7 +14,7 @@ from recalkv.codec.layer import LayerCodec
 from recalkv.codec.rope import Rotation
 from recalkv.errors import ParameterError
 from recalkv.runtime.prefill import merge, softmax
-from recalkv.trellis.rows import TILE, Segment, number_table, unpack
+from recalkv.trellis.rows import TILE, Segment, coefficient_table, unpack
 
 BLOCK_N = 64
 """Slots that a kernel scores at once; a multiple of TILE."""
@@ -90,9 +90,9 @@ class DeviceLayout:
     Attributes
     ----------
     table : (10, coefficients) int32
-        :func:`recalkv.trellis.rows.number_table` for the keys and the values of each group in turn: first, first_mask,
-        second, second_mask, last, before, scale, and the last three as float32 bits. Bits 24 and up of first, second,
-        last and before hold the shift within the byte.
+        :func:`recalkv.trellis.rows.coefficient_table` for the keys and the values of each group in turn: first,
+        first_mask, second, second_mask, last, before, scale, and the last three as float32 bits. Bits 24 and up of
+        first, second, last and before hold the shift within the byte.
     places : (groups, 6) int32
         For each group: first column of its keys in ``table``, number of columns, bit mask of the chunks of CHUNK
         coefficients that have two-plane codes; then the same for its values.
@@ -126,12 +126,12 @@ class DeviceLayout:
     def of(cls, layer: LayerCodec, device: torch.device | str) -> "DeviceLayout":
         """Build the layout of a layer."""
         byte, column, tables, places = 0, 0, [], []
-        # `number_table` creates tensors on the default device.
+        # `coefficient_table` creates tensors on the default device.
         with torch.inference_mode(False), torch.device("cpu"):
             for pair in zip(layer.keys, layer.values, strict=True):
                 row = []
                 for code in pair:
-                    table = number_table(code.segments, byte)
+                    table = coefficient_table(code.segments, byte)
                     shifted = ((table.first, table.first_shift), (table.second, table.second_shift),
                                (table.last, table.last_shift), (table.before, table.before_shift))  # fmt: skip
                     first, second, last, before = (place | shift << 24 for place, shift in shifted)
@@ -266,15 +266,15 @@ def coded_attention_torch(
         for group, (keys, own) in enumerate(layout.segments):
             for side, segments in enumerate((keys, own)):
                 width = sum(each.row_bytes for each in segments)
-                numbers = unpack(octets[..., byte : byte + width], segments)
+                coefficients = unpack(octets[..., byte : byte + width], segments)
                 byte += width
                 if side:
-                    values.append(numbers)
+                    values.append(coefficients)
                 else:
-                    scores[:, group] += queries[:, group, :, : numbers.shape[-1]].float() @ numbers.mT
+                    scores[:, group] += queries[:, group, :, : coefficients.shape[-1]].float() @ coefficients.mT
         weights, part_lse = softmax(scores, allowed[:, None, None], softcap)
         part = torch.zeros_like(out)
-        for group, numbers in enumerate(values):
-            part[:, group, :, : numbers.shape[-1]] = weights[:, group] @ numbers
+        for group, coefficients in enumerate(values):
+            part[:, group, :, : coefficients.shape[-1]] = weights[:, group] @ coefficients
         out, lse = merge(out, lse, part, part_lse)
     return out, lse

@@ -73,10 +73,10 @@ def attend_rows(
     if query.is_cuda and attention is not coded_attention_torch:
         from recalkv.runtime.triton_projections import coordinates, outputs
     queries = coordinates(query[:, :, 0], own.key_back, own.key_mean, own.pairs, codec.groups, scoring.scale)
-    numbers, lse = (attention or kernel())(
+    coefficients, lse = (attention or kernel())(
         rows, own.layout, *queries, own.rotation, first, length, offset, scoring.softcap, block_table
     )
-    return outputs(numbers, own.value_back, own.value_mean)[:, :, None], lse.flatten(1)[:, :, None]
+    return outputs(coefficients, own.value_back, own.value_mean)[:, :, None], lse.flatten(1)[:, :, None]
 
 
 def coordinates_torch(
@@ -90,9 +90,9 @@ def coordinates_torch(
     return [each.flatten(1, 2).unflatten(1, (groups, -1)) for each in (codes, means)]
 
 
-def outputs_torch(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
+def outputs_torch(coefficients: Tensor, back: Tensor, mean: Tensor) -> Tensor:
     """Compute the same as :func:`recalkv.runtime.triton_projections.outputs` in plain PyTorch."""
-    own = numbers.flatten(1, 2).unflatten(1, (len(back), -1))
+    own = coefficients.flatten(1, 2).unflatten(1, (len(back), -1))
     return (torch.einsum("bhrw,hwd->bhrd", own, back) + mean[:, None]).flatten(1, 2)
 
 

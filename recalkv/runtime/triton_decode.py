@@ -59,27 +59,27 @@ def _field(rows_at, at, ok):
 
 
 @triton.jit
-def _decoded(rows_at, table_ptr, numbers, start, width, two, CHUNK: tl.constexpr):
+def _decoded(rows_at, table_ptr, columns, start, width, two, CHUNK: tl.constexpr):
     """Decode coefficients (CHUNK, slots) of a code from ``start`` on, zero past its width and finite for any bytes."""
     number = start + tl.arange(0, CHUNK)
     ok = number < width
     at = table_ptr + number
-    most = tl.load(at + numbers, mask=ok, other=0)
+    most = tl.load(at + columns, mask=ok, other=0)
     code = _field(rows_at, at, ok) & most[:, None]
     # Only codes of 3 and 6 bits have a second plane, of 1 and 2 bits.
     if (two >> (start // _FLAGGED)) & 1:
-        mask = tl.load(at + 3 * numbers, mask=ok, other=0)
+        mask = tl.load(at + 3 * columns, mask=ok, other=0)
         bits = (mask + 1) >> 1
-        code = (code << bits[:, None]) | (_field(rows_at, at + 2 * numbers, ok) & mask[:, None])
+        code = (code << bits[:, None]) | (_field(rows_at, at + 2 * columns, ok) & mask[:, None])
         most = (most << bits) | mask
     # The lowest bits of the two preceding codes select the subset of levels.
-    code ^= _field(rows_at, at + 5 * numbers, ok) & 1
-    code = (code << 1) | (_field(rows_at, at + 4 * numbers, ok) & 1)
-    level = tl.load(rows_at + (tl.load(at + 6 * numbers, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
-    linear = tl.load(at + 7 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
-    cubic = tl.load(at + 8 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
-    quintic = tl.load(at + 9 * numbers, mask=ok, other=0).to(tl.float32, bitcast=True)
-    power = (level - _ZERO) * _STEP
+    code ^= _field(rows_at, at + 5 * columns, ok) & 1
+    code = (code << 1) | (_field(rows_at, at + 4 * columns, ok) & 1)
+    scale_byte = tl.load(rows_at + (tl.load(at + 6 * columns, mask=ok, other=0) * _TILE)[:, None]).to(tl.float32)
+    linear = tl.load(at + 7 * columns, mask=ok, other=0).to(tl.float32, bitcast=True)
+    cubic = tl.load(at + 8 * columns, mask=ok, other=0).to(tl.float32, bitcast=True)
+    quintic = tl.load(at + 9 * columns, mask=ok, other=0).to(tl.float32, bitcast=True)
+    power = (scale_byte - _ZERO) * _STEP
     power = tl.minimum(power, _TOP)
     place = code.to(tl.float32) - (most.to(tl.float32) + 0.5)[:, None]
     square = place * place
@@ -103,10 +103,10 @@ def _cos_sin(anchors_ptr, position, pairs, padded):
     return cos, sin
 
 
-@triton.jit(do_not_specialize=["pages_stride", "numbers", "capacity", "per_block", "queries", "pairs", "softcap"])
+@triton.jit(do_not_specialize=["pages_stride", "columns", "capacity", "per_block", "queries", "pairs", "softcap"])
 def attend_kernel(
     rows_ptr, pages_ptr, table_ptr, places_ptr, query_ptr, mean_ptr, anchors_ptr, within_ptr, first_ptr, length_ptr,
-    offset_ptr, partial_ptr, most_ptr, sum_ptr, block_stride, tile_stride, pages_stride, numbers, key_width,
+    offset_ptr, partial_ptr, most_ptr, sum_ptr, block_stride, tile_stride, pages_stride, columns, key_width,
     value_width, queries, pairs, capacity, per_block, softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, CHUNK: tl.constexpr,
     VALUES: tl.constexpr, PAGED: tl.constexpr, CAPPED: tl.constexpr,
@@ -122,7 +122,7 @@ def attend_kernel(
         ``block_stride`` apart. Both strides are multiples of 16.
     pages_ptr : (batch, blocks) int32
     table_ptr, places_ptr
-        ``table``, with ``numbers`` columns, and ``places`` of :class:`recalkv.runtime.reference.DeviceLayout`.
+        ``table``, with ``columns`` columns, and ``places`` of :class:`recalkv.runtime.reference.DeviceLayout`.
     query_ptr : (batch, groups, queries, key_width)
     mean_ptr : (batch, groups, queries, 2, pairs) float32
     anchors_ptr, within_ptr
@@ -189,7 +189,7 @@ def attend_kernel(
         for begin in tl.range(0, keys, CHUNK, num_stages=1):
             ok = row_ok & (begin + in_chunk < keys)[None, :]
             query = tl.load(query_at + begin, mask=ok, other=0.0).to(tl.float32) / unit
-            key = _decoded(rows_at, keys_at, numbers, begin, keys, keys_two, CHUNK)
+            key = _decoded(rows_at, keys_at, columns, begin, keys, keys_two, CHUNK)
             scores = tl.dot(query.to(key.dtype), key, scores, input_precision="ieee")
         scores *= unit
         # Mean-key scores: queries rotated to the start of the tile, times the rotations of places within a tile.
@@ -219,7 +219,7 @@ def attend_kernel(
         for chunk in tl.static_range(VALUES):
             part = sums[chunk] * shrink[:, None]
             if chunk * CHUNK < values:
-                value = _decoded(rows_at, values_at, numbers, chunk * CHUNK, values, values_two, CHUNK)
+                value = _decoded(rows_at, values_at, columns, chunk * CHUNK, values, values_two, CHUNK)
                 part = tl.dot(shares, tl.trans(value), part, input_precision="ieee")
             summed += (part,)
         sums = summed
@@ -314,7 +314,7 @@ def coded_attention(
     check(rows, layout, queries, mean_queries, rotation, block_table)
     if max(layout.full) > MOST_WIDTH:
         raise ParameterError(
-            f"codec: codes of {layout.full} numbers, keys and values, and the kernel takes up to {MOST_WIDTH}; fit "
+            f"codec: codes of {layout.full} elements, keys and values, and the kernel takes up to {MOST_WIDTH}; fit "
             f"with fewer heads per code, or decode by `coded_attention_torch`."
         )
     check_rows(rows, splits)

@@ -70,14 +70,14 @@ def coordinates_kernel(
 
 @triton.jit
 def outputs_kernel(
-    numbers_ptr, back_ptr, mean_ptr, out_ptr, rows, per_head, width, dim, BLOCK_M: tl.constexpr,
+    coefficients_ptr, back_ptr, mean_ptr, out_ptr, rows, per_head, width, dim, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Map sums in code coordinates back to values. Grid: (KV heads, column blocks, row blocks).
 
     Parameters
     ----------
-    numbers_ptr : (batch, groups, queries, width) float32
+    coefficients_ptr : (batch, groups, queries, width) float32
     back_ptr : (KV heads, width, dim) float32
     mean_ptr : (KV heads, dim) float32
     out_ptr : (batch, query heads, dim) float32
@@ -90,7 +90,7 @@ def outputs_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + mean
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        own = tl.load(numbers_ptr + place[:, None] * width + k[None], mask=ok & (k < width)[None], other=0)
+        own = tl.load(coefficients_ptr + place[:, None] * width + k[None], mask=ok & (k < width)[None], other=0)
         at = back_ptr + head * width * dim + k[:, None] * dim + n[None]
         basis = tl.load(at, mask=(k < width)[:, None] & columns, other=0)
         total += tl.dot(own, basis, input_precision="tf32x3")
@@ -136,12 +136,12 @@ def coordinates(query: Tensor, back: Tensor, mean: Tensor, pairs: Tensor, groups
     return [codes, means]
 
 
-def outputs(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
+def outputs(coefficients: Tensor, back: Tensor, mean: Tensor) -> Tensor:
     """Map outputs from the coordinates of the values' codes back to values, and add the mean value.
 
     Parameters
     ----------
-    numbers : (batch, groups, queries, width) float32
+    coefficients : (batch, groups, queries, width) float32
     back : (KV heads, width, dim) float32
     mean : (KV heads, dim) float32
 
@@ -149,15 +149,15 @@ def outputs(numbers: Tensor, back: Tensor, mean: Tensor) -> Tensor:
     -------
     (batch, heads, dim) float32
     """
-    batch, groups, queries, width = numbers.shape
+    batch, groups, queries, width = coefficients.shape
     kv_heads, _, dim = back.shape
-    out = numbers.new_empty(batch, groups * queries, dim)
+    out = coefficients.new_empty(batch, groups * queries, dim)
     per_head = groups * queries // kv_heads
     rows = batch * per_head
     if batch:
-        with _on(numbers.device):
+        with _on(coefficients.device):
             outputs_kernel[(kv_heads, triton.cdiv(dim, _COLUMNS), triton.cdiv(rows, _block(rows)))](
-                numbers, back, mean, out, rows, per_head, width, dim, BLOCK_M=_block(rows), BLOCK_K=_INNER,
+                coefficients, back, mean, out, rows, per_head, width, dim, BLOCK_M=_block(rows), BLOCK_K=_INNER,
                 BLOCK_N=_COLUMNS,
             )  # fmt: skip
     return out

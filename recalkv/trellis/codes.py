@@ -87,12 +87,12 @@ def decoded(codes: Tensor, bits: int) -> Tensor:
     return levels(bits, codes.device)[2 * (codes.long() ^ before) + last]
 
 
-def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def search(coefficients: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Find the codes of least squared error with the Viterbi algorithm, over several trial scales per chain.
 
     Parameters
     ----------
-    numbers : (chains, trials, length) float32
+    coefficients : (chains, trials, length) float32
         Values of each chain divided by each trial scale.
     weights : (chains, trials) float32
         Weight of the squared error of each trial.
@@ -103,25 +103,25 @@ def search(numbers: Tensor, weights: Tensor, bits: int) -> tuple[Tensor, Tensor]
         Trial of least error; the first on ties.
     codes : (chains, length) int32
     """
-    table, device = levels(bits, numbers.device), numbers.device
-    lower = torch.bucketize(numbers.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
+    table, device = levels(bits, coefficients.device), coefficients.device
+    lower = torch.bucketize(coefficients.contiguous(), table, out_int32=True).sub_(2).clamp_(0, len(table) - 4)
     # Each of the four levels around a value is the nearest level of its subset.
     near = lower[..., None] + torch.arange(4, dtype=torch.int32, device=device)
     errors = torch.empty(near.shape, dtype=torch.float32, device=device)
-    errors.scatter_(-1, (near & 3).long(), (numbers[..., None] - table[near]).square())
+    errors.scatter_(-1, (near & 3).long(), (coefficients[..., None] - table[near]).square())
     sources, subsets = (torch.tensor(each, device=device) for each in (FROM, SUBSETS))
-    total = torch.full((*numbers.shape[:2], 4), torch.inf, dtype=torch.float32, device=device)
+    total = torch.full((*coefficients.shape[:2], 4), torch.inf, dtype=torch.float32, device=device)
     total[..., 0] = 0
     choices = []
-    for number in range(numbers.shape[-1]):
+    for number in range(coefficients.shape[-1]):
         total, choice = (total[..., sources] + errors[:, :, number][..., subsets]).min(-1)
         choices.append(choice.to(torch.uint8))
     error, state = total.min(-1)
     trial = (error * weights).argmin(-1)
-    chain = torch.arange(len(numbers), device=device)
+    chain = torch.arange(len(coefficients), device=device)
     state, lower = state[chain, trial], lower[chain, trial]
-    codes = torch.empty(len(numbers), numbers.shape[-1], dtype=torch.int32, device=device)
-    for number in range(numbers.shape[-1] - 1, -1, -1):
+    codes = torch.empty(len(coefficients), coefficients.shape[-1], dtype=torch.int32, device=device)
+    for number in range(coefficients.shape[-1] - 1, -1, -1):
         behind = choices[number][chain, trial, state].long()
         subset = subsets[state, behind]
         start = lower[:, number]

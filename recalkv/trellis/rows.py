@@ -106,46 +106,46 @@ def row_bytes(segments: Sequence[Segment]) -> int:
     return sum(segment.row_bytes for segment in segments)
 
 
-def scales_of(level: Tensor) -> Tensor:
+def scales_of(scale_byte: Tensor) -> Tensor:
     """Convert scale bytes, given as float32, to scales."""
-    return torch.exp2((level - SCALE_ZERO) / SCALE_STEPS)
+    return torch.exp2((scale_byte - SCALE_ZERO) / SCALE_STEPS)
 
 
-def pack(numbers: Tensor, segments: Sequence[Segment]) -> Tensor:
+def pack(coefficients: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Pack coefficients (..., width) float32 into rows (..., row_bytes) uint8."""
-    rows: Tensor = _packed(numbers, [number for segment in segments for number in segment])
+    rows: Tensor = _packed(coefficients, [number for segment in segments for number in segment])
     return rows
 
 
 # A custom operator, so that tracing a model sees a single node.
 @torch.library.custom_op("recalkv::pack_segments", mutates_args=())
-def _packed(numbers: Tensor, segments: list[int]) -> Tensor:
+def _packed(coefficients: Tensor, segments: list[int]) -> Tensor:
     """Implement :func:`pack`, with segments flattened to width, bits, width, bits, ..."""
     own = _segments(segments)
-    by_triton = _pack_by_triton(numbers.device) if numbers.device.type == "cuda" and own else None
+    by_triton = _pack_by_triton(coefficients.device) if coefficients.device.type == "cuda" and own else None
     if by_triton is not None:
-        rows: Tensor = by_triton(numbers.flatten(0, -2), _places(own), row_bytes(own))
-        return rows.unflatten(0, numbers.shape[:-1])
-    parts = [numbers.new_zeros((*numbers.shape[:-1], 0), dtype=torch.uint8)]
+        rows: Tensor = by_triton(coefficients.flatten(0, -2), _places(own), row_bytes(own))
+        return rows.unflatten(0, coefficients.shape[:-1])
+    parts = [coefficients.new_zeros((*coefficients.shape[:-1], 0), dtype=torch.uint8)]
     for segment, start, _ in located(own):
-        level, codes = _coded(numbers[..., start : start + segment.width], segment.bits)
-        parts.append(level.to(torch.uint8))
+        scale_byte, codes = _coded(coefficients[..., start : start + segment.width], segment.bits)
+        parts.append(scale_byte.to(torch.uint8))
         low = segment.bits
         for plane in PLANES[segment.bits]:
             low -= plane
             stacked = ((codes >> low) & ((1 << plane) - 1)).unflatten(-1, (8 // plane, -1))
-            shifts = torch.arange(0, 8, plane, dtype=torch.int32, device=numbers.device)[:, None]
+            shifts = torch.arange(0, 8, plane, dtype=torch.int32, device=coefficients.device)[:, None]
             parts.append((stacked << shifts).sum(-2).to(torch.uint8))
     return torch.cat(parts, -1)
 
 
 @_packed.register_fake
-def _(numbers: Tensor, segments: list[int]) -> Tensor:
-    return numbers.new_empty((*numbers.shape[:-1], row_bytes(_segments(segments))), dtype=torch.uint8)
+def _(coefficients: Tensor, segments: list[int]) -> Tensor:
+    return coefficients.new_empty((*coefficients.shape[:-1], row_bytes(_segments(segments))), dtype=torch.uint8)
 
 
-def _segments(numbers: Sequence[int]) -> tuple[Segment, ...]:
-    return tuple(map(Segment, numbers[::2], numbers[1::2]))
+def _segments(flat: Sequence[int]) -> tuple[Segment, ...]:
+    return tuple(map(Segment, flat[::2], flat[1::2]))
 
 
 @functools.cache
@@ -173,14 +173,14 @@ def _pack_by_triton(device: torch.device) -> Any:
     return pack_rows
 
 
-def chained(numbers: Tensor, bits: int) -> Tensor:
+def chained(coefficients: Tensor, bits: int) -> Tensor:
     """Reorder the coefficients (..., width) of a segment to chain order."""
-    return numbers.unflatten(-1, (codes_per_byte(bits), -1)).mT.flatten(-2)
+    return coefficients.unflatten(-1, (codes_per_byte(bits), -1)).mT.flatten(-2)
 
 
-def unchained(numbers: Tensor, bits: int) -> Tensor:
+def unchained(coefficients: Tensor, bits: int) -> Tensor:
     """Undo :func:`chained`."""
-    return numbers.unflatten(-1, (-1, codes_per_byte(bits))).mT.flatten(-2)
+    return coefficients.unflatten(-1, (-1, codes_per_byte(bits))).mT.flatten(-2)
 
 
 def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -192,15 +192,15 @@ def _coded(part: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     middle = (size.clamp_min(1e-38).log2() * SCALE_STEPS + SCALE_ZERO).round()
     tried = (middle + first + torch.arange(TRIALS, device=part.device)).clamp(0, 255).flatten(0, -2)
     scales = scales_of(tried)
-    numbers = chained(part, bits).flatten(0, -2)
-    most = max(1, _AT_ONCE // numbers.shape[-1])
+    coefficients = chained(part, bits).flatten(0, -2)
+    most = max(1, _AT_ONCE // coefficients.shape[-1])
     found = [
         search(own[:, None] * (1 / scale)[..., None], scale.square(), bits)
-        for own, scale in zip(numbers.split(most), scales.split(most), strict=True)
+        for own, scale in zip(coefficients.split(most), scales.split(most), strict=True)
     ]
     trials, codes = (torch.cat(each) for each in zip(*found, strict=True))
-    level = tried.gather(1, trials[:, None])
-    return level.view(*part.shape[:-1], 1), unchained(codes, bits).view(part.shape)
+    scale_byte = tried.gather(1, trials[:, None])
+    return scale_byte.view(*part.shape[:-1], 1), unchained(codes, bits).view(part.shape)
 
 
 def tiled(rows: Tensor) -> Tensor:
@@ -226,12 +226,12 @@ def unpack(rows: Tensor, segments: Sequence[Segment]) -> Tensor:
             start += count
             shifts = torch.arange(0, 8, plane, dtype=torch.int32, device=rows.device)[:, None]
             codes = (codes << plane) | ((octets[..., None, :] >> shifts) & ((1 << plane) - 1)).flatten(-2)
-        numbers = decoded(chained(codes, segment.bits), segment.bits)
-        parts.append(unchained(numbers, segment.bits) * scale)
+        coefficients = decoded(chained(codes, segment.bits), segment.bits)
+        parts.append(unchained(coefficients, segment.bits) * scale)
     return torch.cat(parts, -1) if parts else rows.new_zeros((*rows.shape[:-1], 0), dtype=torch.float32)
 
 
-class NumberTable(NamedTuple):
+class CoefficientTable(NamedTuple):
     """Position of each coefficient's code in a row, for kernels that look coefficients up one by one; all (width,).
 
     The code is ``(row[first] >> first_shift) & first_mask``; with two planes these are its upper bits, and its lower
@@ -258,7 +258,7 @@ class NumberTable(NamedTuple):
     quintic: Tensor
 
 
-def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
+def coefficient_table(segments: Sequence[Segment], start: int = 0) -> CoefficientTable:
     """Return the table of segments that start at byte ``start`` of a row: int32, the last three columns float32."""
     columns: list[tuple[float, ...]] = []
     for segment, _, scale in located(segments, start):
@@ -282,4 +282,4 @@ def number_table(segments: Sequence[Segment], start: int = 0) -> NumberTable:
                 places += stands(order[rank[number] - back], planes[-1], begins[-1]) if there else (scale, 8)
             columns.append((*places, scale, *CURVES[segment.bits]))
     whole = torch.tensor(columns, dtype=torch.float64).view(-1, 14).T
-    return NumberTable(*whole[:11].int(), *whole[11:].float())
+    return CoefficientTable(*whole[:11].int(), *whole[11:].float())

@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 22
 
 @triton.jit
 def pack_kernel(
-    numbers_ptr, segments_ptr, levels_ptr, trail_ptr, codes_ptr, rows_ptr, tokens, width, octets_of_row,
+    coefficients_ptr, segments_ptr, levels_ptr, trail_ptr, codes_ptr, rows_ptr, tokens, width, octets_of_row,
     FITTED: tl.constexpr, FIRST: tl.constexpr, FIRST_FITTED: tl.constexpr, STEPS: tl.constexpr, ZERO: tl.constexpr,
     TRIALS: tl.constexpr, TOKENS: tl.constexpr, OCTETS: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def pack_kernel(
 
     Parameters
     ----------
-    numbers_ptr : (tokens, width) float32
+    coefficients_ptr : (tokens, width) float32
     segments_ptr : (segments, 8) int32
         First coefficient, width, bits, offset of the scale byte, codes per byte of the last plane, bits of the two
         planes (the second is zero with one plane), and offset of the levels.
@@ -59,7 +59,7 @@ def pack_kernel(
     peak = tl.zeros((TOKENS,), dtype=tl.float32)
     square = peak
     for number in range(length):
-        x = tl.load(numbers_ptr + own + number, mask=ok, other=0.0)
+        x = tl.load(coefficients_ptr + own + number, mask=ok, other=0.0)
         peak, square = tl.maximum(peak, tl.abs(x)), square + x * x
     size = tl.where(bits >= FITTED, peak / tl.load(table + (2 << bits) - 1), tl.sqrt(square / length))
     middle = tl.floor(tl.log2(tl.maximum(size, 1e-38)) * STEPS + ZERO + 0.5)
@@ -73,7 +73,7 @@ def pack_kernel(
     for number in range(length):
         # Chain order: the codes within a byte of the last plane, then the next byte.
         place = number % per_byte * stride + number // per_byte
-        x = tl.load(numbers_ptr + own + place, mask=ok, other=0.0)[:, None] * inverse
+        x = tl.load(coefficients_ptr + own + place, mask=ok, other=0.0)[:, None] * inverse
         below = tl.zeros((TOKENS, TRIALS), dtype=tl.int32)
         for bit in range(bits + 1):
             further = below + (1 << (bits - bit))
@@ -152,23 +152,23 @@ def _table(segments: Segments, device: torch.device) -> Tensor:
         return torch.tensor([(*each, places[each[2]]) for each in segments], dtype=torch.int32, device=device)
 
 
-def pack_rows(numbers: Tensor, segments: Segments, octets: int) -> Tensor:
+def pack_rows(coefficients: Tensor, segments: Segments, octets: int) -> Tensor:
     """Pack coefficients into rows (tokens, octets) uint8.
 
     Parameters
     ----------
-    numbers : (tokens, width) float32
+    coefficients : (tokens, width) float32
     segments
         Entries of the kernel's segment table, without the offset of the levels.
     octets
         Bytes per row.
     """
-    tokens, width, device = *numbers.shape, numbers.device
+    tokens, width, device = *coefficients.shape, coefficients.device
     rows = torch.empty(tokens, octets, dtype=torch.uint8, device=device)
     table, (values, _) = _table(segments, device), _levels(device)
     most = max(_TOKENS, _AT_ONCE // width)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for own, out in zip(numbers.split(most), rows.split(most), strict=True):
+        for own, out in zip(coefficients.split(most), rows.split(most), strict=True):
             if not len(own):
                 continue
             trail = torch.empty(len(own), width, TRIALS, dtype=torch.int32, device=device)

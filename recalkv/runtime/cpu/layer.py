@@ -95,9 +95,9 @@ class LayerLoops:
             "query_size": query_size(wk, most, len(frequencies), codec.head_dims[0]),
         }  # fmt: skip
 
-    def _at(self, numbers: np.ndarray) -> int:
-        self._kept.append(numbers)
-        return int(numbers.ctypes.data)
+    def _at(self, array: np.ndarray) -> int:
+        self._kept.append(array)
+        return int(array.ctypes.data)
 
     def _tensor(self, tensor: Tensor, padded: bool = False) -> int:
         lack = -tensor.shape[-1] % COLUMNS if padded else 0
@@ -146,7 +146,7 @@ class LayerLoops:
         scratch = _scratch(shared + threads * (batch * self.codec.groups * partial + own))
         rows, exact, pages = cache.rows, cache.exact, cache.exact_pages
         size, angles = exact.element_size(), self._piece_angles((cache.longest - cache.base) // PIECE + 1)
-        numbers = {
+        fields = {
             **fixed, "partial_size": partial, "thread_size": own, "threads": threads, "batch": batch,
             "repeats": repeats, "tiles": rows.shape[1],
             "block": rows.stride(0), "pages": cache.pages.data_ptr(), "pages_row": cache.pages.stride(0),
@@ -163,7 +163,7 @@ class LayerLoops:
             "pieces": angles.ctypes.data,
         }  # fmt: skip
         # Compiled at the first step (recalkv.runtime.cpu.decoding_loops): packing does not need it.
-        run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, numbers))
+        run(compiled("recalkv.runtime.cpu.step").attend, record(STEP, fields))
         return out
 
     def pack(self, keys: Tensor, values: Tensor, tiles: Tensor, slots: Tensor) -> None:
@@ -200,10 +200,10 @@ class LayerLoops:
         for group, pair in enumerate(self.tables):
             for side, table in enumerate(pair):
                 code = (self.codec.keys, self.codec.values)[side][group]
-                numbers = torch.empty(len(blocks), count, code.width, dtype=torch.float32, device="cpu")
+                coefficients = torch.empty(len(blocks), count, code.width, dtype=torch.float32, device="cpu")
                 for b in range(len(blocks)):
-                    unpack_tiles(tiles, table, blocks[b], start, numbers[b])
-                states = numbers @ code.back
+                    unpack_tiles(tiles, table, blocks[b], start, coefficients[b])
+                states = coefficients @ code.back
                 result[side].append(states.unflatten(2, (self.codec.kv_heads_per_code, -1)).transpose(1, 2))
         keys, values = (own[0] if len(own) == 1 else torch.cat(own, 1) for own in result)
         return keys, values

@@ -94,7 +94,7 @@ def _tile_at(a, b, tile):
 
 
 @nested
-def _as_integers(code, numbers, target, factors):
+def _as_integers(code, coefficients, target, factors):
     """Write a query in code coordinates as int16, in the pair order in which keys are decoded."""
     table = array(code.key_segments, code.key_count * 4, np.int64)
     partners = array(code.partners, code.wk, np.int64)
@@ -103,11 +103,11 @@ def _as_integers(code, numbers, target, factors):
         width, bits, first = table[4 * each + 1], table[4 * each + 2], table[4 * each + 3]
         top, norm = _TINY, _TINY
         for i in range(first, first + width):
-            top = max(top, abs(numbers[i]))
-            norm += numbers[i] * numbers[i]
+            top = max(top, abs(coefficients[i]))
+            norm += coefficients[i] * coefficients[i]
         factor = min(np.float32(_INTEGER) / top, _WITHIN[bits] / np.sqrt(norm * np.float32(width)))
         for i in range(first, first + width):
-            out[i] = np.int16(np.rint(numbers[partners[i]] * factor))
+            out[i] = np.int16(np.rint(coefficients[partners[i]] * factor))
         factors[each] = np.float32(1 / GRAIN) / factor
 
 
@@ -124,16 +124,16 @@ def _prepare(a, real, b, g, task, own):
     repeats, wide = a.repeats, _padded(code.wk)
     if task < kv:
         head = (g * kv + task) * repeats
-        scaled, numbers = own[: repeats * dk], own[repeats * dk : repeats * (dk + wide)]
+        scaled, coefficients = own[: repeats * dk], own[repeats * dk : repeats * (dk + wide)]
         as_float(a.kind, a.q + size * dk * (b * heads + head), repeats * dk, scaled)
         for i in range(repeats * dk):
             scaled[i] *= real[0]
-        _multiply(repeats, dk, scaled, code.key_back + 4 * task * dk * wide, code.wk, numbers)
+        _multiply(repeats, dk, scaled, code.key_back + 4 * task * dk * wide, code.wk, coefficients)
         mean = floats(a.key_mean + 4 * (g * kv + task) * dk, dk)
         for r in range(repeats):
             start = a.scratch + 4 * (b * heads + head + r) * a.query_size
             query = scaled[r * dk : (r + 1) * dk]
-            _as_integers(code, numbers[r * wide : (r + 1) * wide], start, floats(start + 2 * a.wk, code.key_count))
+            _as_integers(code, coefficients[r * wide : (r + 1) * wide], start, floats(start + 2 * a.wk, code.key_count))
             out = floats(start + 2 * a.wk + 4 * a.most, 2 * pairs)
             kept = floats(start + 2 * a.wk + 4 * (a.most + 2 * pairs), dk)
             kept[:] = query
@@ -153,7 +153,7 @@ def _prepare(a, real, b, g, task, own):
     source = (a.k if side == 0 else a.v) + size * dim * (b * a.kv + g * kv)
     as_float(a.kind, source, kv * dim, states)
     _keep_exact(a, b, g * kv, kv, side, dim, size, slot)
-    numbers = own[kv * dim :]
+    coefficients = own[kv * dim :]
     if side == 0:
         mean = floats(a.key_mean + 4 * g * kv * dk, kv * dk)
         for i in range(pairs):
@@ -163,15 +163,15 @@ def _prepare(a, real, b, g, task, own):
                 ma, mb = mean[h * dk + first[i]], mean[h * dk + second[i]]
                 states[h * dk + first[i]] -= ma * cos - mb * sin
                 states[h * dk + second[i]] -= mb * cos + ma * sin
-        _multiply(1, kv * dk, states, code.key_into, code.wk, numbers)
+        _multiply(1, kv * dk, states, code.key_into, code.wk, coefficients)
     else:
         mean = floats(a.value_mean + 4 * g * kv * dv, kv * dv)
         for i in range(kv * dv):
             states[i] -= mean[i]
-        _multiply(1, kv * dv, states, code.value_into, code.wv, numbers)
+        _multiply(1, kv * dv, states, code.value_into, code.wv, coefficients)
     row = _tile_at(a, b, (slot - a.base) // _TILE) + (slot - a.base) % _TILE
     segments, count = (code.key_segments, code.key_count) if side == 0 else (code.value_segments, code.value_count)
-    write_row(numbers, segments, count, array(a.lookup, 3, np.int64), row)
+    write_row(coefficients, segments, count, array(a.lookup, 3, np.int64), row)
 
 
 @nested
@@ -249,7 +249,7 @@ def _scales(places, tiles, byte, out):
 
 
 @nested
-def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores):
+def _score_keys(a, code, places, tiles, queries, queries_at, stride, coefficients, sums, scale, scores):
     """Add the scores of a piece's keys without their means: decode in pairs, multiply as integers."""
     table, row = array(code.key_segments, code.key_count * 4, np.int64), 4 * PIECE + 64
     for each in range(code.key_count):
@@ -257,10 +257,10 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
         for number in range(0, tiles, 2):
             ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
             at, other = places[number] + ahead, places[behind] + ahead
-            decode_pairs(bits, at, other, width, numbers + 4 * _TILE * number, row)
+            decode_pairs(bits, at, other, width, coefficients + 4 * _TILE * number, row)
         whole = (tiles * _TILE + 63) // 64 * 64
         totals = array(sums, queries * PIECE, np.int32)
-        multiply_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, numbers, row, sums, 4 * PIECE)
+        multiply_pairs(queries, width // 2, whole, queries_at + 2 * first, stride, coefficients, row, sums, 4 * PIECE)
         _scales(places, tiles, byte, scale)
         for q in range(queries):
             factor = floats(queries_at + stride * q + 2 * a.wk, code.key_count)[each]
@@ -270,7 +270,7 @@ def _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, su
 
 
 @nested
-def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scale, products, scores, partial):
+def _sum_values(a, code, places, tiles, queries, coefficients, weights, factors, scale, products, scores, partial):
     """Add the weighted sum of a piece's values, in code coordinates."""
     table = array(code.value_segments, code.value_count * 4, np.int64)
     sums = partial[queries * (3 + a.dv) :]
@@ -279,7 +279,7 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
         for number in range(0, tiles, 2):
             ahead, behind = (byte + 1) * _TILE, min(number + 1, tiles - 1)
             at, other = places[number] + ahead, places[behind] + ahead
-            decode(bits, at, other, width, numbers + 2 * _TILE * number, 2 * PIECE + 64)
+            decode(bits, at, other, width, coefficients + 2 * _TILE * number, 2 * PIECE + 64)
         _scales(places, tiles, byte, scale)
         for q in range(queries):
             at = products.ctypes.data
@@ -289,7 +289,7 @@ def _sum_values(a, code, places, tiles, queries, numbers, weights, factors, scal
             factors[q] = np.float32(1 / GRAIN) / factor
         columns = (tiles + 1) // 2 * _PAIR
         add_dots(
-            queries, width, columns, weights, 2 * PIECE, numbers, 2 * PIECE + 64, sums.ctypes.data + 4 * first,
+            queries, width, columns, weights, 2 * PIECE, coefficients, 2 * PIECE + 64, sums.ctypes.data + 4 * first,
             4 * a.wv, factors.ctypes.data,
         )  # fmt: skip
 
@@ -304,7 +304,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
     own = own[-own.ctypes.data // 4 % 16 :]  # align, so that no vector crosses a cache line
     places, own = array(own.ctypes.data, PIECE // _TILE, np.int64), own[2 * PIECE // _TILE :]
     tiles = _tiles_of(a, b, slot, end, places)
-    numbers = own.ctypes.data
+    coefficients = own.ctypes.data
     rest = own[most * ROOM :]
     scores, scale = rest[: queries * PIECE], rest[queries * PIECE : (queries + 1) * PIECE]
     rest = rest[(queries + 1) * PIECE :]
@@ -328,7 +328,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
             rotated[q * 2 * pairs + pairs + i] = c[pairs + i] * cos - c[i] * sin
     _multiply(queries, 2 * pairs, rotated, a.reduced, a.inner, reduced)
     multiply(queries, a.inner, PIECE, reduced.ctypes.data, 4 * wide, a.table, 4 * PIECE, scores.ctypes.data, 4 * PIECE)
-    _score_keys(a, code, places, tiles, queries, queries_at, stride, numbers, sums, scale, scores)
+    _score_keys(a, code, places, tiles, queries, queries_at, stride, coefficients, sums, scale, scores)
     for q in range(queries):
         own_scores = scores[q * PIECE : (q + 1) * PIECE]
         if real[1] > 0:
@@ -347,7 +347,7 @@ def _coded_piece(a, real, b, g, piece, begin, end, queries, partial, own):
                     own_scores[low - slot + j] = LEAST
         if not _weigh(own_scores, q, partial, queries, a.dv, a.wv, True):
             own_scores[:] = 0
-    _sum_values(a, code, places, tiles, queries, numbers, sums, factors, scale, products, scores, partial)
+    _sum_values(a, code, places, tiles, queries, coefficients, sums, factors, scale, products, scores, partial)
 
 
 @nested
@@ -414,10 +414,10 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
     width, wide = code.wv, _padded(dv)
     size = a.partial_size
     base = (b * a.groups + g) * size
-    numbers, rest = own[: repeats * width], own[repeats * width :]
+    coefficients, rest = own[: repeats * width], own[repeats * width :]
     values, rest = rest[: repeats * dv], rest[repeats * dv :]
     totals, mapped = rest[:repeats], rest[repeats : repeats * (1 + wide)]
-    numbers[:] = 0
+    coefficients[:] = 0
     values[:] = 0
     mean = floats(a.value_mean + 4 * kv_head * dv, dv)
     for r in range(repeats):
@@ -437,14 +437,14 @@ def _finish(a, b, kv_head, queries, many, partials, step, own):
             for i in range(dv):
                 values[r * dv + i] += weight * own_values[i]
             for i in range(width):
-                numbers[r * width + i] += weight * own_codes[i]
+                coefficients[r * width + i] += weight * own_codes[i]
         for i in range(dv):
             values[r * dv + i] += coded * mean[i]
         totals[r] = coded + exact
         if sink > LEAST:
             totals[r] += np.float32(np.exp(np.float64(sink) - np.float64(peak)))
     inside = kv_head - g * kv
-    _multiply(repeats, width, numbers, code.value_back + 4 * inside * width * wide, dv, mapped)
+    _multiply(repeats, width, coefficients, code.value_back + 4 * inside * width * wide, dv, mapped)
     out = floats(a.out + 4 * dv * (b * heads + kv_head * repeats), repeats * dv)
     for r in range(repeats):
         # Padding attends to nothing.

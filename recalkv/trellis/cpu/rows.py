@@ -64,12 +64,12 @@ def segment_table(segments: Sequence[Segment], start: int) -> np.ndarray:
 
 
 @nested
-def write_row(numbers, segments, count, lookup, row):
+def write_row(coefficients, segments, count, lookup, row):
     """Write a token's coefficients into its row.
 
     Parameters
     ----------
-    numbers : float32 array
+    coefficients : float32 array
     segments, count
         Address of a segment table, and its number of segments.
     lookup : int64 array
@@ -85,11 +85,11 @@ def write_row(numbers, segments, count, lookup, row):
         size = np.float32(0)
         if bits < _FITTED:
             for i in range(width):
-                size += numbers[first + i] * numbers[first + i]
+                size += coefficients[first + i] * coefficients[first + i]
             size = np.sqrt(size / np.float32(width))
         else:
             for i in range(width):
-                size = max(size, abs(numbers[first + i]))
+                size = max(size, abs(coefficients[first + i]))
             size /= largest[bits]
         size = max(size, np.float32(1e-38))
         lowest = np.int64(np.rint(np.log2(size) * np.float32(_STEPS) + np.float32(_ZERO_BYTE)))
@@ -102,7 +102,7 @@ def write_row(numbers, segments, count, lookup, row):
         chain, trail = np.empty(width, np.float32), np.empty(_TRIALS * width, np.int32)
         for turn in range(turns):
             for j in range(per_turn):
-                chain[j * turns + turn] = numbers[first + turn * per_turn + j]
+                chain[j * turns + turn] = coefficients[first + turn * per_turn + j]
         search(
             bits, chain.ctypes.data, width, inverses.ctypes.data, lookup[0] + 2 * bits * CELLS, np.float32(REACH),
             trail.ctypes.data, errors.ctypes.data,
@@ -114,7 +114,7 @@ def write_row(numbers, segments, count, lookup, row):
                 error = errors[each_state * _TRIALS + trial] * (scale * scale)
                 if error < least:
                     least, best, state = error, trial, each_state
-        level = min(max(lowest + best, 0), 255)
+        scale_byte = min(max(lowest + best, 0), 255)
         codes = np.empty(width, np.uint8)
         for n in range(width - 1, -1, -1):
             word = np.int64(trail[n * _TRIALS + best])
@@ -124,7 +124,7 @@ def write_row(numbers, segments, count, lookup, row):
             codes[n % turns * per_turn + n // turns] = (index >> 1) ^ behind
             state = 2 * (state & 1) + behind
         place = row + byte * _TILE
-        array(place, 1, np.uint8)[0] = level
+        array(place, 1, np.uint8)[0] = scale_byte
         place += _TILE
         low = bits
         while low > 0:
@@ -145,8 +145,8 @@ _ROWS = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "threads", "tokens", "width", "numbers", "segments", "count", "look", "blocks", "tiles", "block", "row",
-            "slots", "start", "own",
+            "threads", "tokens", "width", "coefficients", "segments", "count", "look", "blocks", "tiles", "block",
+            "row", "slots", "start", "own",
         )
     ]
 )  # fmt: skip
@@ -164,7 +164,7 @@ def _pack(address):
         slot = slots[token]
         if slot >= 0:
             row = a.blocks + slot // size * a.block + slot % size // _TILE * a.row * _TILE + slot % _TILE
-            write_row(floats(a.numbers + 4 * width * token, width), a.segments, a.count, lookup, row)
+            write_row(floats(a.coefficients + 4 * width * token, width), a.segments, a.count, lookup, row)
 
 
 @called
@@ -193,7 +193,7 @@ def _unpack(address):
             decode(bits, place + ahead, other + ahead, wide, own + 4 * _TILE * first, 4 * _TILE)
         begin, end = max(tile * _TILE, start), min((tile + 2) * _TILE, start + tokens)
         for slot in range(begin, end):
-            out, lane = floats(a.numbers + 4 * width * (slot - start), width), slot - tile * _TILE
+            out, lane = floats(a.coefficients + 4 * width * (slot - start), width), slot - tile * _TILE
             row = place if lane < _TILE else other
             for each in range(count):
                 wide, first = table[4 * each + 1], table[4 * each + 3]
@@ -204,11 +204,11 @@ def _unpack(address):
 
 
 def _arguments(
-    numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor, start: int, scratch: int
+    coefficients: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor, start: int, scratch: int
 ) -> np.ndarray:
     found = {
-        "threads": threads_of_torch(), "tokens": numbers.shape[0], "width": numbers.shape[1],
-        "numbers": numbers.data_ptr(), "segments": table.ctypes.data, "count": len(table),
+        "threads": threads_of_torch(), "tokens": coefficients.shape[0], "width": coefficients.shape[1],
+        "coefficients": coefficients.data_ptr(), "segments": table.ctypes.data, "count": len(table),
         "look": _LOOKUP.ctypes.data, "blocks": tiles.data_ptr(), "tiles": tiles.shape[1], "block": tiles.stride(0),
         "row": tiles.shape[2], "slots": slots.data_ptr(), "start": start, "own": scratch,
     }  # fmt: skip
@@ -218,12 +218,12 @@ def _arguments(
 _LOOKUP = np.array(tables().addresses, np.int64)
 
 
-def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor) -> None:
+def pack_tiles(coefficients: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor) -> None:
     """Write the rows of tokens into blocks of tiles.
 
     Parameters
     ----------
-    numbers : (tokens, width) float32, contiguous
+    coefficients : (tokens, width) float32, contiguous
     table
         Segment table of the rows.
     tiles : (blocks, tiles, row bytes, TILE) uint8
@@ -231,11 +231,11 @@ def pack_tiles(numbers: Tensor, table: np.ndarray, tiles: Tensor, slots: Tensor)
     slots : (tokens,) int64
         Block index times slots per block, plus offset in the block; negative for tokens that are not written.
     """
-    run(_pack, _arguments(numbers, table, tiles, slots, 0, 0))
+    run(_pack, _arguments(coefficients, table, tiles, slots, 0, 0))
 
 
-def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, numbers: Tensor) -> None:
-    """Undo :func:`pack_tiles`, writing coefficients (tokens, width) float32 to ``numbers``.
+def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, coefficients: Tensor) -> None:
+    """Undo :func:`pack_tiles`, writing coefficients (tokens, width) float32 to ``coefficients``.
 
     Parameters
     ----------
@@ -244,8 +244,8 @@ def unpack_tiles(tiles: Tensor, table: np.ndarray, blocks: Tensor, start: int, n
     start
         First slot of the sequence to read.
     """
-    scratch = np.empty((threads_of_torch(), TILE * numbers.shape[1]), np.float32)
-    run(_unpack, _arguments(numbers, table, tiles, blocks, start, scratch.ctypes.data))
+    scratch = np.empty((threads_of_torch(), TILE * coefficients.shape[1]), np.float32)
+    run(_unpack, _arguments(coefficients, table, tiles, blocks, start, scratch.ctypes.data))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -253,22 +253,25 @@ def _table_of(segments: tuple[Segment, ...]) -> np.ndarray:
     return segment_table(segments, 0)
 
 
-def pack_rows(numbers: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+def pack_rows(coefficients: Tensor, segments: tuple[Segment, ...]) -> Tensor:
     """Same as :func:`recalkv.trellis.rows.pack`, on a CPU."""
-    tokens, width = math.prod(numbers.shape[:-1]), row_bytes(segments)
+    tokens, width = math.prod(coefficients.shape[:-1]), row_bytes(segments)
     tiles = torch.zeros(1, -(-tokens // TILE), width, TILE, dtype=torch.uint8, device="cpu")
     if tokens:
         pack_tiles(
-            numbers.reshape(tokens, -1).contiguous(), _table_of(segments), tiles, torch.arange(tokens, device="cpu")
+            coefficients.reshape(tokens, -1).contiguous(),
+            _table_of(segments),
+            tiles,
+            torch.arange(tokens, device="cpu"),
         )
-    return untiled(tiles[0], tokens).reshape(*numbers.shape[:-1], width)
+    return untiled(tiles[0], tokens).reshape(*coefficients.shape[:-1], width)
 
 
 def unpack_rows(rows: Tensor, segments: tuple[Segment, ...]) -> Tensor:
     """Same as :func:`recalkv.trellis.rows.unpack`, on a CPU."""
     tokens, width = math.prod(rows.shape[:-1]), sum(segment.width for segment in segments)
-    numbers = torch.empty(tokens, width, dtype=torch.float32, device="cpu")
+    coefficients = torch.empty(tokens, width, dtype=torch.float32, device="cpu")
     if tokens:
         tiles = tiled(rows.reshape(tokens, -1))[None]
-        unpack_tiles(tiles, _table_of(segments), torch.zeros(1, dtype=torch.int64, device="cpu"), 0, numbers)
-    return numbers.view(*rows.shape[:-1], width)
+        unpack_tiles(tiles, _table_of(segments), torch.zeros(1, dtype=torch.int64, device="cpu"), 0, coefficients)
+    return coefficients.view(*rows.shape[:-1], width)
