@@ -148,7 +148,7 @@ def test_a_layer_keeps_everything_else_and_comes_on_its_sources_device(monkeypat
 def test_sinks_and_norms_over_all_heads_move_with_the_heads() -> None:
     case = Case("joint", "separate", True, True, False)
     dense = case.dense | {"q_norm.weight": case.draw(24), "k_norm.weight": case.draw(12)} | {"sinks": case.draw(6)}
-    geometry = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1, sinks=True)
+    geometry = AttentionGeometry(hidden=20, heads=6, kv_heads=3, head_dim=4, layers=1, sink_logits=True)
     spec = LayerSpec(*RANKS["joint"], True, value_layout="separate", head_permutation=PERMUTATION)
     tensors = fused_attention_tensors(dense, geometry, spec, case.keys, case.values, None, case.mean)
     assert torch.equal(tensors["sinks"], dense["sinks"][QUERIES])

@@ -86,7 +86,7 @@ def test_unknown_section_is_named_with_the_known_ones(raw: dict[str, Any]) -> No
         ("compression.damping", -1e-9, "greater than or equal to 0"), ("calibration.samples", [4], "valid integer"),
         ("evaluation.further_texts", "one", "valid list"), ("latency.contexts", [], "at least 1 item"),
         ("needle.depths", [0.5] * 11, "at most 10 items"), ("model.id", None, "valid string"),
-        ("runtime.device", 0, "valid string"), ("calibration.samples", True, "true and false are no"),
+        ("runtime.device", 0, "valid string"), ("calibration.samples", True, "must not be true or false"),
     ],
 )  # fmt: skip
 def test_illegal_value_names_key_value_and_rule(raw: dict[str, Any], key: str, value: Any, rule: str) -> None:
