@@ -134,7 +134,7 @@ def _config_folder(name: str) -> Path | None:
     path = Path(name)
     if (path / "config.json").exists() or (path.name == "config.json" and path.exists()):
         return path.parent if path.name == "config.json" else path
-    if name.count("/") != 1 or name.startswith("paper/") or path.exists():
+    if path.name == "config.json" or name.count("/") != 1 or name.startswith("paper/") or path.exists():
         return None
     from recalkv.model.source import hub_config
 

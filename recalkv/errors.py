@@ -102,9 +102,10 @@ def user_errors() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     except OSError as error:
-        if error.filename is None or not (isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG):
+        usual = isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG
+        if not usual or not isinstance(error.filename, str):
             raise
-        name = str(error.filename)
+        name = error.filename
         shown = name if len(name) < 300 else f"{name[:100]}... ({len(name)} characters)"
-        print(f"error: {shown}: {error.strerror}; name a file or folder that can be used.", file=sys.stderr)
+        print(f"error: {shown}: {error.strerror}; name another, or change its permissions.", file=sys.stderr)
         raise SystemExit(1) from error

@@ -251,9 +251,9 @@ def test_eval_warns_of_the_part_of_a_corpus_that_was_calibrated_on(
     [
         (["--out", "page.txt"], "must be a file .md"),
         (["--out", "nowhere/page.md"], "in a writable folder"),
-        (["--out", "config.md"], "would replace config.json, which holds no evaluation; name another file"),
+        (["--out", "config.md"], "would replace config.json, and config.json holds no evaluation; name another file"),
         (["--dense", "no/such"], "no/such"),
-        (["--out", "notes.md"], "would replace notes.md, which holds no evaluation; name another file"),
+        (["--out", "notes.md"], "would replace notes.md, and notes.json holds no evaluation; name another file"),
         (["--limit", "5"], "--limit 5 is for --tasks, which names none"),
         (["--text", "x" * 300], "a text of 300 characters is given as a name; write it to a file"),
         (["--items", "."], "--items . is for --tasks, which names none"),

@@ -201,6 +201,14 @@ def test_local_file_that_cannot_be_read(tmp_path: Path) -> None:
     fails(r"latin\.txt, line 1: not UTF-8 text", str(tmp_path / "latin.txt"))
 
 
+def test_a_long_path_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / ("a" * 120) / ("b" * 120) / ("c" * 60)
+    folder.mkdir(parents=True)
+    assert load_documents(write(folder, "a.txt", "One."), split="train") == ["One."]
+    for long in ("x" * 300, "one\ntwo"):
+        fails(rf"a text of {len(long)} characters is given as a name; write it to a file", long)
+
+
 @pytest.mark.parametrize("count", [0, -1])
 def test_max_documents_is_positive(count: int) -> None:
     fails(f"max_documents={count} must be at least 1", "embedded", max_documents=count)

@@ -133,6 +133,10 @@ def test_items_without_answers_are_refused(
     path = tmp_path / "items.jsonl"
     path.write_text(json.dumps(item | answer) + "\n" + json.dumps(item))
     raises(DataError, "line 2: the answer is not among the choices; give labelled items", check_tasks, {task: path})
+    for name in item.keys() - {"goal"}:
+        path.write_text(json.dumps(item | answer | {name: None}))
+        if name in answer or name == "endings":
+            raises(DataError, "line 1: the answer is not among", check_tasks, {task: path})
     path.write_text("\ufeff" + json.dumps(item | answer), encoding="utf-8")
     check_tasks({task: path})
     path.write_text(json.dumps(item), encoding="utf-16")

@@ -128,7 +128,9 @@ def checkpoint_fingerprint(folder: Path, config: Any) -> str | None:
     return None
 
 
-_EMBEDDINGS = tuple(f".{name}.weight" for name in ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"))
+_EMBEDDINGS = tuple(
+    f".{name}.weight" for name in ("embed_tokens", "tok_embeddings", "wte", "embed_in", "word_embeddings", "embeddings")
+)
 """Endings of names; the dots exclude embeddings of positions or patches."""
 
 

@@ -48,7 +48,7 @@ def evaluate(
         # For a hub model, and where the next `dvc repro` would delete it, the page goes to the current folder.
         elsewhere = Path(f"{home.resolve().name}-evaluation.md")
         place = out or (home / "evaluation.md" if home.is_dir() and not is_stage_output(home) else elsewhere)
-        _check_place(place)
+        _check_place(place, named=out is not None)
         names = [name.strip() for name in tasks.split(",") if name.strip()]
         for option, given in (("--items", items), ("--limit", limit)):
             if given is not None and not names:
@@ -94,7 +94,7 @@ def evaluate(
                     typer.echo(f"warning: {what} was also calibrated on, so figures on it are too good", err=True)
             if not known and out is None:
                 place = elsewhere  # the checkpoint's card does not describe another model
-                _check_place(place)
+                _check_place(place, named=False)
             tokenizer = load_tokenizer(folder)
             wanted = possible(
                 replace(QUICK if quick else FULL, tasks=found, limit=limit or 100),
@@ -131,15 +131,17 @@ def _calibrated_on(codec: "Codec | None", folder: Path) -> tuple[set[str], str |
     return set(record.get("text", ())), record.get("split")
 
 
-def _check_place(place: Path) -> None:
-    """Refuse a page that cannot be written, before there are figures to lose."""
+def _check_place(place: Path, named: bool) -> None:
+    """Refuse a page that cannot be written, before there are figures to lose; or ``named``, one that is another's."""
     parent = place.absolute().parent
     if place.suffix != ".md" or not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ParameterError(f"--out {place} must be a file .md in a writable folder; the JSON goes beside it.")
     beside = place.with_suffix(".json")
-    for each in (beside, place):
+    for each in (beside, place) if named else (beside,):
         if each.exists() and "perplexity" not in held_json(beside):
-            raise ParameterError(f"--out {place} would replace {each}, which holds no evaluation; name another file.")
+            raise ParameterError(
+                f"--out {place} would replace {each}, and {beside} holds no evaluation; name another file."
+            )
 
 
 def _models(small: str, dense: str, codec: "Codec | None", scratch: Path) -> tuple[Path, Path, bool]:

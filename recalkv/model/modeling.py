@@ -105,8 +105,10 @@ class LatentModelMixin:
             attentions = [each for each in self.modules() if isinstance(each, LatentAttention)]  # type: ignore[attr-defined]
             if cache.is_compileable and generation_config.max_length:
                 # On CUDA, compiled steps would compute tables that are not there anew each time.
+                dtype = self.get_input_embeddings().weight.dtype  # type: ignore[attr-defined]
                 for each in attentions:
-                    each.slots.upto(generation_config.max_length, each.q_proj.weight, torch.tensor(0))
+                    like = torch.empty(0, dtype=dtype, device=each.o_proj.weight.device)
+                    each.slots.upto(generation_config.max_length, like, torch.tensor(0))
             places = [each.layer_idx for each in attentions if each.exact_window]
             with_recent(cache, [index for index in places if index < len(cache.layers)])
         return result

@@ -71,8 +71,9 @@ def write(figures: Mapping[str, Any], spec: LatentSpec | Codec, out: Path) -> li
         card = out.parent / CARD
         if _is_generated(card, spec, held_json(beside)):
             files[card] = model_card(spec, json.loads(content))
-    for path, text in files.items():
-        write_whole(path, text)
+    # The figures first: a page without them may be another's, and would not be replaced.
+    for path in sorted(files, key=lambda path: path != beside):
+        write_whole(path, files[path])
     return list(files)
 
 

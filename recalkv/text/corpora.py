@@ -15,7 +15,7 @@ from torch import Tensor
 from recalkv.errors import DataError, ModelUnavailableError, ParameterError
 from recalkv.params import CalibrationParams, EvaluationParams, parse_section, public_name
 from recalkv.text.chat import Document, plain_text
-from recalkv.text.documents import check_name, given_documents, load_documents
+from recalkv.text.documents import check_name, given_documents, is_text, load_documents
 from recalkv.text.windows import (
     Windows,
     check_shares,
@@ -27,9 +27,6 @@ from recalkv.text.windows import (
     windows_of_each,
     with_recall,
 )
-
-_LONGEST_NAME = 255
-"""Maximum characters of a dataset name or path; a longer string is taken as a text, and refused."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,11 @@ def given_calibration(
         For invalid settings, or texts that cannot be loaded, are empty or have the wrong type.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    if isinstance(dataset, str) and (len(dataset) > _LONGEST_NAME or "\n" in dataset):
-        raise ParameterError(
-            f"dataset is one text of {len(dataset)} characters; give a list of texts, such as [text], or a name."
-        )
     if dataset is None or isinstance(dataset, str | Path):
+        if isinstance(dataset, str) and is_text(dataset):
+            raise ParameterError(
+                f"dataset is one text of {len(dataset)} characters; give a list of texts, such as [text], or a name."
+            )
         given |= {} if dataset is None else {"text": str(dataset)}
         calibration = parse_section(CalibrationParams, given, "calibration")
         return calibration, calibration_documents(calibration)

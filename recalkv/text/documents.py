@@ -28,7 +28,7 @@ _MOST = 10_000
 """Rows read from a hub dataset without a short name, unless another number is requested, or from a stream."""
 
 _LONGEST_NAME = 255
-"""Maximum characters of a dataset name or path."""
+"""Maximum characters of a dataset's name; a longer string that is no file is taken as a text, and refused."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,18 @@ def check_name(name: str) -> None:
     ------
     DataError
     """
-    if len(name) > _LONGEST_NAME or "\n" in name:
+    if is_text(name):
         raise DataError(f"a text of {len(name)} characters is given as a name; write it to a file, and name that.")
+
+
+def is_text(name: str) -> bool:
+    """Return whether a string is a text and not the name of one."""
+    if "\n" in name or len(name) <= _LONGEST_NAME:
+        return "\n" in name
+    try:
+        return not Path(name).exists()
+    except OSError:  # too long for a file's name
+        return True
 
 
 def given_documents(data: Any) -> list[Document]:

@@ -102,7 +102,11 @@ def check_columns(
                     f"{path}, line {number}: column {column!r} does not exist; {task} needs {', '.join(needed)}, as "
                     f"its set on the hub has them."
                 )
-        if answered is not None and not answered(row):
+        try:
+            known = answered is None or answered(row)
+        except (AttributeError, TypeError):  # columns of other types
+            known = False
+        if not known:
             raise DataError(
                 f"{path}, line {number}: the answer is not among the choices; give labelled items (test splits on the "
                 f"hub may have no labels)."

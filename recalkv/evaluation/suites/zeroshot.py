@@ -276,7 +276,7 @@ _COLUMNS = {
 
 def _has_answer_key(item: Mapping[str, Any]) -> bool:
     choices = item["choices"]
-    return isinstance(choices, dict) and item["answerKey"] in choices.get("label", ())
+    return "label" in choices and item["answerKey"].strip() in choices["label"]
 
 
 _ANSWERED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
