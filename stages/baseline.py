@@ -24,7 +24,7 @@ def baseline(
     from transformers import AutoConfig
 
     wanted, folder = run.params.evaluation, run.model().folder
-    names = text_names(wanted.further_texts)
+    names = text_names(wanted.further_texts, wanted.text)
     check_length(AutoConfig.from_pretrained(folder, trust_remote_code=False), "evaluation.window", wanted.window)
     tokenizer = load_tokenizer(folder)
     texts = {MAIN_TEXT: main_windows(tokenizer, wanted)}

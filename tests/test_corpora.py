@@ -218,6 +218,8 @@ def test_names_of_texts(tmp_path: Path) -> None:
     for path in (tmp_path / "news.txt", tmp_path / "a" / "news.txt"):
         path.write_text("text")
     assert text_names(["ptb", str(tmp_path / "news.txt")]) == ["ptb", "news.txt"]
+    assert text_names(["ptb"], "embedded") == ["ptb"]
+    raises(ParameterError, "two texts are called 'ptb'", text_names, ["ptb"], "ptb")
     message = r"'pbt' is neither a file nor one of embedded, embedded-news, embedded-code"
     raises(ParameterError, message, text_names, ["pbt"])
     with pytest.raises(ParameterError, match=r"two texts are called 'news.txt'"):

@@ -277,15 +277,20 @@ def _windows(tokenizer: Any, wanted: EvaluationParams, text: str, documents: lis
         raise DataError(f"{text!r}: {error}") from error
 
 
-def text_names(texts: list[str]) -> list[str]:
+def text_names(texts: list[str], main: str | None = None) -> list[str]:
     """Return short names of ``evaluation.further_texts`` for reports: the name of the corpus or of the file.
+
+    Parameters
+    ----------
+    main
+        ``evaluation.text``, whose short name none of them may have.
 
     Raises
     ------
     ParameterError
         If a text is neither a known corpus nor an existing file, or if two texts have the same short name.
     """
-    names = []
+    names = [] if main is None else [public_name(main)]
     for text in texts:
         if text not in PROTOCOLS and not Path(text).is_file():
             raise ParameterError(
@@ -294,4 +299,4 @@ def text_names(texts: list[str]) -> list[str]:
         names.append(public_name(text))
         if names.count(names[-1]) > 1:
             raise ParameterError(f"evaluation.further_texts: two texts are called {names[-1]!r}; rename a file.")
-    return names
+    return names[len(names) - len(texts) :]
