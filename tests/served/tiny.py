@@ -30,12 +30,20 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 # vLLM uses the frequencies of the longest sequence that it may serve, transformers those of each sequence.
 LONG = ("phi3-longrope",)
+# Enough text for quantiles of differences that are as large as in 16 bits.
+MANY = torch.randint(3, 128, (32, 40), generator=torch.Generator().manual_seed(2)).tolist()
 # For models that vLLM serves on a CPU in 16 bits only, or only on request.
 OPTIONS: dict[str, dict[str, Any]] = {
     "granite4-hybrid": {"enable_prefix_caching": False},
     "qwen3-next-hybrid": {"dtype": "bfloat16", "enable_prefix_caching": False},
     "qwen3.5-hybrid": {"enable_prefix_caching": False},
-    "llama-awq": {"dtype": "bfloat16"},
+    "llama-awq": {"dtype": "bfloat16", "tokens": 100, "prompts": MANY},
+    "llama-awq/own": {
+        "dtype": "bfloat16",
+        "tokens": 100,
+        "prompts": MANY,
+        "additional_config": {"recalkv_codec": str(FOLDER / "llama-awq" / "codec")},
+    },
     "llama-lora": {"enable_lora": True, "max_lora_rank": 8},
 }
 
