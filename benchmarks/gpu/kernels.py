@@ -170,7 +170,7 @@ def _measure_dense(geometry: str, context: int, batch: int, setting: Setting, em
 
     def seconds(packed: bool) -> float:
         step = DenseStep(attention, packed)
-        calls = [functools.partial(step, states, signed(rope), cache) for cache in caches]
+        calls = [functools.partial(step, states, signed(rope), **{CACHE: cache}) for cache in caches]
         return time_calls(calls, setting.device, repeats_of(size, setting)).median
 
     best, backend = fastest(dense_ways(shape, seconds), setting)
