@@ -64,6 +64,12 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_dense_attention_is_timed_over_a_cache() -> None:
+    results: list[dict[str, Any]] = []
+    kernels._measure_dense("llama-2-7b", 40, 1, CPU, lambda **result: results.append(result))
+    assert [each["what"] for each in results] == ["dense"] and results[0]["us"] > 0
+
+
 @pytest.mark.slow
 def test_dry_run_measures_everything(dry: Path) -> None:
     lines = {part: records(dry / f"{part}.jsonl") for part in ("smoke", "kernels", "models")}
