@@ -31,20 +31,13 @@ from recalkv.model.layers import CheckpointSource, LayerSource
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import ModelReference, checkpoint_dtype
 from recalkv.model.spec import LatentSpec, LayerSpec
-from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams, Progress, silent
+from recalkv.params import CalibrationParams, CompressionParams, EvaluationParams, Progress, check_length, silent
 from recalkv.statistics.fisher import FisherScores, collect_gradients
 from recalkv.statistics.layer_inputs import FISHER_WINDOWS, LayerInputs
 from recalkv.statistics.loss_metric import LossMoments
 from recalkv.statistics.whitening import InputMoments, collect_input_moments
 from recalkv.text.chat import Document
-from recalkv.text.corpora import (
-    calibration_windows,
-    check_length,
-    check_several,
-    check_vocabulary,
-    held_out_windows,
-    load_tokenizer,
-)
+from recalkv.text.corpora import calibration_windows, check_several, check_vocabulary, held_out_windows, load_tokenizer
 from recalkv.text.windows import Windows
 
 

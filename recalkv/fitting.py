@@ -23,12 +23,11 @@ from recalkv.model.device import device_of
 from recalkv.model.loading import load_model
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import local_folder, resolve_model
-from recalkv.params import CalibrationParams, CodecParams, Progress, RuntimeParams, public_name, silent
+from recalkv.params import CalibrationParams, CodecParams, Progress, RuntimeParams, check_length, public_name, silent
 from recalkv.store.folders import CODEC, check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
     calibration_windows,
-    check_length,
     check_several,
     check_tokenizer,
     check_vocabulary,

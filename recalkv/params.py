@@ -60,6 +60,19 @@ def public_name(name: str) -> str:
     return shown.encode(errors="replace").decode()  # names of files need not be UTF-8
 
 
+def check_length(config: Any, name: str, length: int) -> None:
+    """Refuse a length beyond the positions of a model's config; ``name`` is the name of the parameter.
+
+    Raises
+    ------
+    ParameterError
+        If the length exceeds the positions; the message names both.
+    """
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ParameterError(f"{name}={length} exceeds the model's {positions} positions; use at most {positions}.")
+
+
 class ModelParams(_Section):
     """Which dense model to compress."""
 

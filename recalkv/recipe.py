@@ -19,12 +19,19 @@ from recalkv.model.layers import ModuleSource
 from recalkv.model.loading import check_causal, load_model
 from recalkv.model.precision import resolve_precision
 from recalkv.model.source import checkpoint_dtype, local_folder, resolve_model
-from recalkv.params import CalibrationParams, CompressionParams, Progress, RuntimeParams, parse_section, silent
+from recalkv.params import (
+    CalibrationParams,
+    CompressionParams,
+    Progress,
+    RuntimeParams,
+    check_length,
+    parse_section,
+    silent,
+)
 from recalkv.store.folders import check_output, writing_folder
 from recalkv.text.chat import Document
 from recalkv.text.corpora import (
     calibration_windows,
-    check_length,
     check_tokenizer,
     check_vocabulary,
     given_calibration,

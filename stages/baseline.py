@@ -8,7 +8,8 @@ import typer
 from recalkv.evaluation.live_cache import measure_generation
 from recalkv.evaluation.perplexity import MAIN_TEXT, MeasuredText, further_text, measured
 from recalkv.model.loading import load_model
-from recalkv.text.corpora import check_length, further_windows, load_tokenizer, main_windows, text_names
+from recalkv.params import check_length
+from recalkv.text.corpora import further_windows, load_tokenizer, main_windows, text_names
 from recalkv.text.windows import Windows
 from stages.common import Stage, stage
 

@@ -3,18 +3,11 @@
 import torch
 import typer
 
-from recalkv.codec.context import (
-    cached_tokens,
-    check_context,
-    model_context,
-    model_fingerprint,
-    rope_facts,
-    sliding_windows,
-)
+from recalkv.codec.context import cached_tokens, model_context, model_fingerprint, rope_facts, sliding_windows
 from recalkv.codec.moments import take_moments
 from recalkv.model.language import load_language_model, placement
 from recalkv.model.source import checkpoint_dtype
-from recalkv.params import advancing, public_name
+from recalkv.params import advancing, check_length, public_name
 from recalkv.store.codec_moments import put_codec_moments
 from stages.common import Stage, stage
 
@@ -29,7 +22,7 @@ def moments(run: Stage) -> None:
     dtype = torch.float32 if run.device.type == "cpu" else checkpoint_dtype(folder)
     model = load_language_model(folder, dtype=dtype, device_map=placement(folder, run.device, dtype))
     context = wanted.context or model_context(model)
-    check_context(model, context)
+    check_length(model.config, "codec.context", context)
     with run.bar(None, "window") as bar:
         found = take_moments(model, windows, context, seed, advancing(bar), precision=run.precision)
     tokens = cached_tokens(model, context)

@@ -10,8 +10,9 @@ from recalkv.evaluation.suites.needle import SCORES, find_needles
 from recalkv.kernels.decoder import choose_kernels
 from recalkv.model.spec import DENSE_BITS, LatentSpec
 from recalkv.model.support import check_supported
+from recalkv.params import check_length
 from recalkv.runtime.models import codec_of
-from recalkv.text.corpora import check_length, load_tokenizer, main_documents
+from recalkv.text.corpora import load_tokenizer, main_documents
 from recalkv.text.windows import joined_tokens
 from stages.common import Stage, stage, write_json
 from stages.forms import HELP, check_names, figures_key, is_of, opened

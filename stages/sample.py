@@ -2,13 +2,8 @@
 
 import typer
 
-from recalkv.text.corpora import (
-    calibration_documents,
-    calibration_windows,
-    check_length,
-    check_vocabulary,
-    load_tokenizer,
-)
+from recalkv.params import check_length
+from recalkv.text.corpora import calibration_documents, calibration_windows, check_vocabulary, load_tokenizer
 from stages.common import Stage, stage
 
 

@@ -9,26 +9,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from recalkv.errors import CheckpointError, ParameterError
+from recalkv.errors import CheckpointError
 
 
 def model_context(model: Any) -> int:
     """Return the maximum number of positions of a model; 8192 if its config does not say."""
     return int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 8192)
-
-
-def check_context(model: Any, context: int) -> None:
-    """Refuse a context, ``codec.context``, beyond the positions of a model.
-
-    Raises
-    ------
-    ParameterError
-    """
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and context > positions:
-        raise ParameterError(
-            f"codec.context={context} exceeds the model's {positions} positions; use at most {positions}, or null."
-        )
 
 
 def cached_tokens(model: Any, context: int) -> dict[int, int]:

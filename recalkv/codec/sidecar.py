@@ -179,16 +179,17 @@ class Codec:
             If it is missing, damaged or of another format.
         """
         folder = Path(folder) if Path(folder).is_dir() else _fetched(str(folder))
-        try:
-            record, tensors = _read(folder)
-        except (OSError, ValueError, RecursionError, SafetensorError):
-            time.sleep(0.1)  # another process may be replacing it
+        for last in (False, True):
             try:
                 record, tensors = _read(folder)
+                break
             except (OSError, ValueError, RecursionError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv fit`."
-                ) from error
+                if last:
+                    raise CheckpointError(
+                        f"codec: {folder} holds no readable {_RECORD} and {_TENSORS} ({error}); make them by `recalkv "
+                        f"fit`."
+                    ) from error
+                time.sleep(0.1)  # another process may be replacing it
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else None
             raise CheckpointError(

@@ -148,19 +148,13 @@ def _others(folder: Path, kind: Output) -> list[str]:
     return sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in kind.files))
 
 
-_PAGES = "README.md", "evaluation.md"
+_TOKENIZER = "*.json", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt"
 CHECKPOINT = Output(
     "checkpoint",
     "compress",
     lambda folder: bool(held_json(folder / "config.json").get("recalkv")),
     "model-*-of-*.safetensors",
-    # Tokenizers have files of many names.
-    (
-        *(f"*.{kind}" for kind in ("safetensors", "json", "model", "tiktoken", "jinja")),
-        "merges.txt",
-        "vocab.txt",
-        *_PAGES,
-    ),
+    ("*.safetensors", *_TOKENIZER, "README.md", "evaluation.md"),
 )
 CODEC = Output(
     "codec",

@@ -162,19 +162,6 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def check_length(config: Any, name: str, length: int) -> None:
-    """Refuse windows that are longer than the positions of the model; ``name`` is the name of the parameter.
-
-    Raises
-    ------
-    ParameterError
-        If the length exceeds the positions; the message names both.
-    """
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise ParameterError(f"{name}={length} exceeds the model's {positions} positions; use at most {positions}.")
-
-
 def check_vocabulary(config: Any, windows: Tensor) -> None:
     """Refuse windows with token ids for which the model has no embedding.
 
@@ -290,13 +277,14 @@ def text_names(texts: list[str], main: str | None = None) -> list[str]:
     ParameterError
         If a text is neither a known corpus nor an existing file, or if two texts have the same short name.
     """
-    names = [] if main is None else [public_name(main)]
+    names: list[str] = []
     for text in texts:
         if text not in PROTOCOLS and not Path(text).is_file():
             raise ParameterError(
                 f"evaluation.further_texts: {text!r} is neither a file nor one of {', '.join(PROTOCOLS)}."
             )
-        names.append(public_name(text))
-        if names.count(names[-1]) > 1:
-            raise ParameterError(f"evaluation.further_texts: two texts are called {names[-1]!r}; rename a file.")
-    return names[len(names) - len(texts) :]
+        name = public_name(text)
+        if name in names or (main is not None and name == public_name(main)):
+            raise ParameterError(f"evaluation.further_texts: two texts are called {name!r}; rename a file.")
+        names.append(name)
+    return names

@@ -18,8 +18,7 @@ from torch import Tensor
 from recalkv.cache.argument import CACHE
 from recalkv.errors import DataError, ParameterError
 from recalkv.evaluation.suites.suite import Progress
-from recalkv.params import NeedleParams
-from recalkv.text.corpora import check_length
+from recalkv.params import NeedleParams, check_length
 
 DIGITS = 6
 
