@@ -97,6 +97,8 @@ def test_fewer_tokens_than_directions_leave_everything_finite(method: str, ids: 
     # A rank that is large enough for all directions of the calibration text loses nothing on that text, damping aside.
     if ids.numel() == 3:
         expected, found = dense(ids).logits, small(ids).logits
+        error = torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected)
+        assert error < (0.03 if parameters.damping else 1e-4)
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
         if parameters.damping == 0:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
